@@ -32,7 +32,7 @@ class Pairs:
     slot: Value
     number: int
 
-    def load(self, e: Mlir, index: Value) -> tuple[Value, Value]:
+    def _load(self, e: Mlir, index: Value) -> tuple[Value, Value]:
         """Loads the tier and slot of a pair."""
         (tier,) = e.load(e.offset(self.tier, index, 4), 0, 1)
         (slot,) = e.load(e.offset(self.slot, index, 4), 0, 1)
@@ -49,12 +49,12 @@ def job_of_pair(
     Args:
       at: i32, shared memory: i32[8].
     """
-    tier, slot = pairs.load(e, pair)
+    tier, slot = pairs._load(e, pair)
     earlier, count = e.const(0), e.const(0)
     below = e.sub(e.shl(1, lane.index), 1)
     for chunk in range(0, pairs.number, WARP):
         index = e.add(lane.index, chunk)
-        its_tier, its_slot = pairs.load(e, e.smaller(index, pairs.number - 1))
+        its_tier, its_slot = pairs._load(e, e.smaller(index, pairs.number - 1))
         same = e.both(e.compare(its_tier, "eq", tier), e.compare(its_slot, "eq", slot))
         same = e.both(same, e.compare(index, "lt", pairs.number))
         before = e.ballot(e.both(same, e.compare(index, "lt", pair)))
@@ -202,7 +202,7 @@ class JobList:
     ) -> tuple[Value, Value]:
         """Writes a chunk's keys to shared memory; returns keys, and tiers or -1 if skipped."""
         index = e.add(e.mul(chunk, WARP), lane.index)
-        tier, slot = pairs.load(e, e.smaller(index, pairs.number - 1))
+        tier, slot = pairs._load(e, e.smaller(index, pairs.number - 1))
         runs = e.both(e.compare(tier, "ge", 0), e.compare(tier, "lt", len(self.weights)))
         runs = e.both(runs, e.compare(index, "lt", pairs.number))
         key = e.add(e.mul(slot, len(self.weights)), tier)

@@ -19,8 +19,7 @@ from moejax.models.hf import gpt_oss as hf_gpt_oss
 from moejax.models.hf import qwen3_next as hf_qwen3_next
 from moejax.models.hf.defaults import with_defaults
 from moejax.models.hf.fields import agreed, flag, integer, object_field, sparse_layers
-from moejax.models.hf.rope import unsupported
-from moejax.models.hf.shared import read_shared, write_shared
+from moejax.models.hf.shared import read_shared, unsupported, write_shared
 
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",

@@ -15,8 +15,7 @@ from typing import Any
 from moejax.errors import MoejaxError
 from moejax.models.config import LatentConfig, ModelConfig, RouterRule
 from moejax.models.hf.fields import flag, integer, number
-from moejax.models.hf.rope import KINDS, rope_fields, rotated_dims, unsupported
-from moejax.models.hf.shared import read_shared
+from moejax.models.hf.shared import KINDS, read_shared, rope_fields, rotated_dims, unsupported
 
 ARCHITECTURES = {
     "deepseek": "DeepseekForCausalLM",

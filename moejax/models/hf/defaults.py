@@ -239,7 +239,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of one number
-_ROPE = ("rope_theta", "partial_rotary_factor")  # which may be inside an object: `hf_rope` reads it
+_ROPE = ("rope_theta", "partial_rotary_factor")  # which may be inside an object: `shared` reads it
 
 
 def with_defaults(family: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:

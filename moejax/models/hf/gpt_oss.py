@@ -10,8 +10,7 @@ from typing import Any
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, RouterRule
 from moejax.models.hf.fields import ROPES, flag, integer, number
-from moejax.models.hf.rope import unsupported
-from moejax.models.hf.shared import read_shared
+from moejax.models.hf.shared import read_shared, unsupported
 from pallas_kernels.gating import Gating
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -13,8 +13,7 @@ from typing import Any
 from moejax.errors import MoejaxError
 from moejax.models.config import DeltaConfig, ModelConfig
 from moejax.models.hf.fields import flag, integer, sparse_layers
-from moejax.models.hf.rope import rope_fields, rotated_dims, unsupported
-from moejax.models.hf.shared import read_shared
+from moejax.models.hf.shared import read_shared, rope_fields, rotated_dims, unsupported
 
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
 
