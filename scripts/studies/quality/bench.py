@@ -376,7 +376,7 @@ class EachToken:
                 ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
                 row = tier * rows_of_tier + layer.mlp * c.num_experts + ids
                 pairs = ExpertPairs(jnp.maximum(row, 0), (tier >= 0) & token_mask[:, None])
-                products = products_by_block(x, pairs, held, num_copies, 2**20)
+                products = products_by_block(x, pairs, held, num_copies, 2**28)
                 return combine(products, pairs, share, x.dtype), None, None
 
         held = ExpertStacks(stacks[0], stacks[1], 0)
