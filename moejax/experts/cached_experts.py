@@ -382,6 +382,7 @@ class CachedExperts(Experts):
             predicted=predicted,
             tables=pools[0].residency.table if len(pools) == 1 and partition is None else None,
             is_prefill=self._is_prefill,
+            is_complete=all(tier.is_complete for tier in self.spec.tiers),
             partition=partition,
         )
         rule = None

@@ -81,6 +81,7 @@ class Observation:
       tables: int32[M, K], K >= E, with a single tier: the slot of each expert in all layers, -1 for
         none. A kernel that reads it instead of `resident` saves a launch. None: not available.
       is_prefill: static.
+      is_complete: static; every expert has its slot in every tier, for ever.
       partition: int32[E], on a mesh that hands experts out the device that has each one, the first
         of several; then `resident` has those that are resident on all devices that have them.
         None: nothing is handed out.
@@ -96,6 +97,7 @@ class Observation:
     predicted: jax.Array | None = None
     tables: jax.Array | None = None
     is_prefill: bool = dataclasses.field(default=False, metadata={"static": True})
+    is_complete: bool = dataclasses.field(default=False, metadata={"static": True})
     partition: jax.Array | None = None
 
 

@@ -395,8 +395,8 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         served = Decision(
             o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool), self.ahead(state, o)
         )
-        if o.is_prefill and not self.in_prefill:
-            return served, state
+        if o.is_complete or (o.is_prefill and not self.in_prefill):
+            return served, state  # nothing is missing, or replaced: a launch less
         resident = o.resident[0]
         if self._is_one_launch:
             given = o.active if runs is None else asked
