@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -238,12 +239,16 @@ class PlainPools:
         return np.asarray(decision.ahead)
 
     def transfer(self, phase: int) -> None:
+        left = self.run.bulk - len(self.coming)
+        self.coming = {key: calls + 1 for key, calls in self.coming.items()}
+        if self.delay:
+            self.arrive(phase)
         there = self.resident()
         for layer, t, expert in self.coming:
             there[layer, t, expert] = True
         requests, self.state = self.transfers(self.state, jnp.asarray(there))
         rows = np.stack([np.asarray(field) for field in requests], axis=1)
-        left, done = self.run.bulk - len(self.coming), []
+        done = []
         for layer, expert, tier in rows[rows[:, 0] >= 0].tolist():
             if left <= 0:
                 break
@@ -253,23 +258,30 @@ class PlainPools:
             for t in range(tier):
                 if not self.is_full[t]:
                     self.held[layer][t].pop(expert, None)
-        self.coming = {key: calls + 1 for key, calls in self.coming.items()}
         for layer, tier, expert in done:
             if expert not in self.held[layer][tier]:
                 self.coming.setdefault((layer, tier, expert), 0)
+        self.leave(done)
+        if not self.delay:
+            self.arrive(phase)
+
+    def arrive(self, phase: int) -> None:
         arrived = {key for key, calls in self.coming.items() if calls == self.delay}
         for layer, t in itertools.product(range(self.trace.num_layers), range(len(self.run.tiers))):
             mine = {e for where, tier, e in arrived if (where, tier) == (layer, t)}
             new = mine - self.held[layer][t].keys()
             came = self.admit(phase, layer, t, new, new, True, True)
             self.count(phase, "bulk", t, len(came))
-        for layer, tier, expert in sorted(arrived | set(done)):
+        self.leave(arrived)
+        self.coming = {key: calls for key, calls in self.coming.items() if key not in arrived}
+
+    def leave(self, come: Iterable[tuple[int, int, int]]) -> None:
+        """Lower copies of experts that are in a better tier."""
+        for layer, tier, expert in sorted(come):
             if expert in self.held[layer][tier]:
                 for t in range(tier + 1, len(self.run.tiers)):
                     if not self.is_full[t]:
                         self.held[layer][t].pop(expert, None)
-        held = self.delay + (self.delay > 0)  # calls for which a copy's block is not free
-        self.coming = {key: calls for key, calls in self.coming.items() if calls < held}
 
 
 RUNS = {

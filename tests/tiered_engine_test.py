@@ -21,6 +21,7 @@ from moejax.experts.budget import (
     make_budget,
 )
 from moejax.experts.tiering import Tiering
+from moejax.policies import buddymoe
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy
 from moejax.routing.simulate.replay import EVENTS
@@ -29,6 +30,7 @@ from moejax.routing.trace import read_trace
 from moejax.text.windows import Windowing
 from tests import commands, tiny_engine
 from tests.tiny_engine import CONFIG
+from tests.transfers_case import prompt_transfers
 
 PROMPT = list(range(40, 52))
 LISTS = buddy_lists(
@@ -113,6 +115,40 @@ class EngineTest(parameterized.TestCase):
         share = engine.ledger.shares["substituted" if policy == "buddymoe" else "int4"]
         self.assertGreater(share, 0.02)
         self.assertAlmostEqual(gate[place] / gate[-1], share, delta=0.01)
+
+    def test_buddies_are_not_searched_where_nothing_is_missing(self):
+        how = {"tiers": MADE["tiers"][:1], "quantizer": "rtn", "group_size": 16}
+        plain = self.engine(policy="on_demand", slots=(8,), **how)
+        settings = {"lists": LISTS, "rho": 1}
+        fewer = self.engine(policy="buddymoe", settings=settings, slots=(7,), **how)
+        every = self.engine(policy="buddymoe", settings=settings, slots=(8,), **how)
+        searched = mock.patch.object(buddymoe.buddy_search, "search_pairs", side_effect=KeyError)
+        with searched:
+            with self.assertRaises(KeyError):
+                fewer.generate(PROMPT, max_new_tokens=2)
+            found, expected = (
+                engine.generate(PROMPT, max_new_tokens=20, ignore_eos=True)[0].tokens
+                for engine in (every, plain)
+            )
+        self.assertEqual(found, expected)
+
+    @pytest.mark.slow
+    def test_transfers_are_replayed_as_they_come(self):
+        settings = {"period": 8, "alpha": 0.9}
+        with prompt_transfers():
+            engine, trace = self.recorded("dynaexq", settings, (3, 8), MADE["tiers"])
+        self.assertEqual(engine.budget.tiers[0].limits.bulk, 8)
+        run = Run(
+            policy=make_policy("dynaexq", **settings), tiers=MADE["tiers"], expert_bytes=(2, 1),
+            slots=(3, 8),
+        )  # fmt: skip
+        served, at_once = (run_policies(trace, [run], **how)[0] for how in ({}, {"delay": 0}))
+        moved = served.events.sum(axis=0)[EVENTS.index("bulk"), 0]
+        self.assertGreater(moved, 30)
+        self.assertEqual(moved, engine.ledger.total("bulk"))
+        gate, sooner = (of.gate.sum(axis=0) for of in (served, at_once))
+        self.assertAlmostEqual(gate[0] / gate[-1], engine.ledger.shares["int4"], delta=1e-3)
+        self.assertGreater(sooner[0], 1.02 * gate[0])
 
     def emulated(self, policy, settings, slots, tiers):
         """An engine under a policy in emulated slots, and what the replay of its trace tallies."""

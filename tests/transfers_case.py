@@ -1,5 +1,7 @@
 """Shared parts of tests of bulk transfers: a pool of numbers, and steps that check them."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from unittest import mock
@@ -8,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.experts import residency
+from moejax.experts import cache, residency, transfers
 from moejax.experts.host_store import HostStore
 from moejax.experts.residency import no_counts
 from moejax.experts.state import TierSlots
@@ -20,6 +22,27 @@ from tests.ssd_source import SECONDS, Source, SsdTestCase
 CACHE = residency.CacheSizes(num_layers=4, num_experts=8, slots=2, transient=1, banks=2)
 PROGRAMS = CompiledPrograms()  # of all cases: compiling is what takes the time
 ASK = [(0, 3), (0, 5), (2, 3)]
+
+
+class _AtOnce(concurrent.futures.ThreadPoolExecutor):
+    """Runs what is submitted before it returns."""
+
+    def submit(self, *args, **kwargs):
+        future = super().submit(*args, **kwargs)
+        future.result()
+        return future
+
+
+@contextlib.contextmanager
+def prompt_transfers():
+    """Transfers that take a call for each of their stages, whatever the clock says."""
+    is_ready = mock.Mock(side_effect=lambda array: jax.block_until_ready(array) is array)
+    with (
+        mock.patch.object(transfers, "is_ready", is_ready),
+        mock.patch.object(cache, "is_ready", is_ready),
+        mock.patch.object(transfers, "_copier", lambda: _AtOnce(1)),
+    ):
+        yield
 
 
 class TransfersTestCase(SsdTestCase):

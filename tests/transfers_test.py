@@ -25,7 +25,7 @@ from tests.cache_model import check
 from tests.cache_plan_contract import predict_needed
 from tests.ssd_source import SECONDS
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
-from tests.transfers_case import ASK, CACHE, PROGRAMS, TransfersTestCase
+from tests.transfers_case import ASK, CACHE, PROGRAMS, TransfersTestCase, prompt_transfers
 
 
 class RequestTest(TransfersTestCase):
@@ -43,6 +43,22 @@ class RequestTest(TransfersTestCase):
         self.assertEqual(self.counts(), (5, 2, 2))
         self.assert_counters(transfers, requested=5, moved=5, inserted=5)
         self.assertEqual(PROGRAMS.num_traces, num_traces)
+
+    def test_all_that_are_ready_go_on_a_stage_a_step(self):
+        asked = [(0, 1), (0, 2), (1, 3), (2, 5), (3, 6)]
+        with prompt_transfers(), mock.patch.object(programs, "MOST_INSERTED", 2):
+            transfers = self.transfers(in_flight=5, queue_length=5)
+            for layer, expert in asked:
+                transfers.request(layer, [expert])
+            for _ in range(2):  # copied, sent
+                self.advance(transfers)
+                self.assertEqual(self.resident(), set())
+            self.advance(transfers)
+            self.assertEqual(self.resident(), set(asked))
+            self.assertEqual(transfers.num_pending, 5)
+            self.advance(transfers)
+        self.assertEqual(transfers.num_pending, 0)
+        self.assert_counters(transfers, requested=5, moved=5, inserted=5)
 
     def test_a_landing_writes_the_pool_in_place(self):
         self.transfers()

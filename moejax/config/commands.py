@@ -61,8 +61,8 @@ class MemoryConfig(RunConfig):
     )
     bulk: int = option(
         Limits.bulk,
-        "most experts in flight to the accelerator between steps; 0: none, or 8 to 32 by their "
-        "bytes for a policy that transfers experts",
+        "most experts in flight to the accelerator between steps; 0: none, or for a policy that "
+        "transfers experts 128 MiB of them, 8 to 128, at most one for twelve slots",
         least=0,
     )
     host_threads: int = option(

@@ -24,7 +24,6 @@ from moejax.experts.budget import (
     RunSizes,
     TierBudget,
     TierSize,
-    default_bulk,
     make_budget,
     unused,
 )
@@ -364,11 +363,10 @@ def _budget_of_tiers(
             "that needs every base plane on the device and every plane in host memory, since "
             "experts move between steps"
         )
-    bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if moves else 0
     demands = PolicyDemands(
         slots=slots,
         prefetch=limits.prefetch or default_prefetch(policy, config.experts_per_token),
-        bulk=limits.bulk or min(bulk, num_layers * num_experts),
+        bulk=limits.bulk or (None if moves else 0),
         between_steps=policy.transfer_tiers(spec),
         device=_policy_parts(policy, run),
         first_alone=not moves and policy.high_serves_low,

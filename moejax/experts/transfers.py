@@ -4,16 +4,16 @@
     pool = transfers.advance(pool)          # before each step is dispatched: `ExpertMemory.step`
     transfers.send()                        # after all else that the step waits for
 
-Each request passes through a pinned block of the host:
+Each request passes through a pinned block of the host, a stage a step:
 
 1. a thread copies the expert's row into a block, while steps run; where no row has it, the disk is
    asked first (`DiskExperts`);
-2. before a step, the block is put on the device: one DMA that overlaps that step, since a put waits
-   for what was enqueued before it and overlaps what is enqueued after;
-3. before a later step, once the bytes are there, `insert_experts` chooses a slot, writes it and
-   publishes it, in one program. Until then the slot's old owner serves.
+2. before the next step, the block is put on the device: one DMA that overlaps that step, since a
+   put waits for what was enqueued before it and overlaps what is enqueued after;
+3. before the step after, once the bytes are there, `_insert_experts` chooses a slot, writes it and
+   publishes it, for some experts in one program. Until then the slot's old owner serves.
 
-The host never waits. A step costs at most three dispatches more, and none without requests.
+The host never waits, and nothing is dispatched without requests.
 
 An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
 whatever the number of arrays that an expert has. Axes: n experts of one call, W words of an expert.
@@ -46,7 +46,7 @@ from moejax.experts.transfer_programs import is_ready
 from moejax.programs import CompiledPrograms
 
 QUEUE_LENGTH = 1024  # requests that wait
-MOST_INSERTED = 8  # experts that get their slots in one call
+MOST_INSERTED = 8  # experts that one program writes to their slots
 _LOOKED_AT = 64  # requests, of those that wait, before a step
 WORD_NBYTES = 4  # of the words in which an expert crosses the link
 
@@ -270,23 +270,26 @@ class Transfers:
                 return pool
             self._finish_inserts()
             flying = self._in(_State.FLYING)
-            batch = [t for t in flying if t.staged is not None and is_ready(t.staged)]
-            self._start()
-            return self._insert(pool, batch[: self._batch]) if batch else pool
+            ready = [t for t in flying if t.staged is not None and is_ready(t.staged)]
+            for first in range(0, len(ready), self._batch):
+                pool = self._insert(pool, ready[first : first + self._batch])
+            return pool
 
     def send(self) -> None:
-        """Sends experts that are ready in their blocks over the link.
+        """Sends experts that are ready in their blocks over the link, and has others copied there.
 
         The link does one put after the other, and a step waits for its own arguments: those go
         before this, and the step is dispatched after it, or nothing crosses beside the step.
         """
         with self._lock:
-            if self._is_closed or not (ready := self._finish_copies()):
+            if self._is_closed:
                 return
-            put = jax.device_put([self._blocks[t.block].array for t in ready], self._split)
-            for transfer, words in zip(ready, put, strict=True):
-                transfer.staged, transfer.state = words, _State.FLYING
-            self.counters.moved += len(ready)
+            if ready := self._finish_copies():
+                put = jax.device_put([self._blocks[t.block].array for t in ready], self._split)
+                for transfer, words in zip(ready, put, strict=True):
+                    transfer.staged, transfer.state = words, _State.FLYING
+                self.counters.moved += len(ready)
+            self._start()
 
     def forget_steps(self) -> None:
         """Drops the results of programs that ran behind a failed step.
@@ -364,9 +367,8 @@ class Transfers:
 
     def _start(self) -> None:
         """Gives blocks to requests of which the bytes are in host memory."""
-        left = max(0, len(self._free) - self._batch)
         for expert in list(itertools.islice(self._queue, _LOOKED_AT)):
-            if len(self._free) == left:
+            if not self._free:
                 break
             try:
                 row = self._supply.acquire(expert)

@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from moejax.errors import MoejaxError
 
 GIB = 2**30
 BOTH, PREFILL, DECODE = PHASES = ("both", "prefill", "decode")
 _MOST_GIB = 1e9  # far beyond any machine, and of bytes that a float still counts
-_LEAST_BULK, _MOST_BULK, _BULK_BYTES = 8, 32, 128 * 2**20
+# more than 128 in flight change little: DynaExq asks for 32 a call, whose copies take four
+_LEAST_BULK, _MOST_BULK, _BULK_BYTES, _SLOTS_EACH = 8, 128, 128 * 2**20, 12
 
 
 def size_text(num_bytes: float) -> str:
@@ -22,12 +22,18 @@ def size_text(num_bytes: float) -> str:
     return f"{size:.2f} GiB"
 
 
-def default_bulk(expert_bytes: Sequence[int]) -> int:
-    """Default of experts in flight between steps, by the bytes of the largest form.
+def default_bulk(expert_nbytes: int, num_slots: int) -> int:
+    """Default of experts in flight between steps, at most one for twelve slots.
 
-    A copy takes some calls from asking to serving, so that few at once follow a shift slowly.
+    A copy takes some calls from asking to serving, so that few at once follow a shift slowly; but
+    each takes the bytes of a slot.
+
+    Args:
+      expert_nbytes: of an expert of the first tier, the largest that moves.
+      num_slots: of that tier, in all layers.
     """
-    return max(_LEAST_BULK, min(_MOST_BULK, _BULK_BYTES // max(1, *expert_bytes)))
+    most = min(_MOST_BULK, _BULK_BYTES // max(1, expert_nbytes), num_slots // _SLOTS_EACH)
+    return max(_LEAST_BULK, most)
 
 
 class BudgetError(MoejaxError):

@@ -8,6 +8,7 @@ from moejax.experts.budget.limits import (
     Limits,
     check_gib,
     check_phase,
+    default_bulk,
     gib_above,
     limit_nbytes,
     num_banks,
@@ -320,7 +321,8 @@ class PolicyDemands:
     slots: Sequence[int] = ()  # of a layer in each tier; () for the rule of `make_budget`
     # experts of the next layer that each tier which lacks some brings ahead at most
     prefetch: int = 0
-    bulk: int = 0  # experts of such a tier in flight between steps at once
+    # experts of such a tier in flight between steps at once; None: `default_bulk`
+    bulk: int | None = 0
     # indices of tiers of which no step fetches an expert, so that their transient slots are never
     # used; `limits.transient` does not hold for them
     between_steps: Sequence[int] = ()
@@ -394,7 +396,10 @@ def _planned(
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
 
     def alone(chosen: Sequence[int], host_gib: float) -> list[TierBudget]:
-        budgets = []
+        budgets, bulk = [], policy.bulk
+        if bulk is None:
+            bulk = default_bulk(tiers[0].expert_nbytes, run.num_layers * chosen[0])
+            bulk = min(bulk, run.num_layers * num_experts)
         for i, (tier, count) in enumerate(zip(tiers, chosen, strict=True)):
             cached = 0 < count < tier.planes * num_experts
             streams = count < tier.planes * num_experts and not (
@@ -407,7 +412,7 @@ def _planned(
                 limits, device_gib=0.0, host_gib=host_gib * tier.expert_nbytes / total_nbytes,
                 slots=count, transient=transient,
                 prefetch=min(policy.prefetch, count) if cached else 0,
-                bulk=policy.bulk if cached else 0,
+                bulk=bulk if cached else 0,
             )  # fmt: skip
             if shares and i == 0:  # as many transient slots as the next one has by its bytes
                 next_own = dataclasses.replace(own, host_gib=0.0)

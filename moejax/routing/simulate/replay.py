@@ -29,6 +29,7 @@ from moejax.policies.base import (
     Decision,
     Observation,
     Requests,
+    moves_between_steps,
     pairs_with_room,
     vmap_decide,
 )
@@ -355,10 +356,9 @@ EVENTS = (
 
 
 # Calls that run between the one after which a policy asks for an expert and the first that its copy
-# serves: the engine reads the answer before the next, then copies the row, sends it, and writes the
-# slot, each before a call of its own.
-DELAY = 4
-_HELD = 1  # calls for which the block of a copy is not free once it serves
+# serves: the engine reads the answer and begins to copy the row, then sends it, then writes the
+# slot, each before a call of its own. The block is then free for what is asked for next.
+DELAY = 3
 
 
 class _Tally(NamedTuple):
@@ -573,14 +573,19 @@ def _row(events: dict[str, jax.Array], like: jax.Array) -> jax.Array:
 def _transfer(
     replay: Replay, slots: jax.Array, bulk: jax.Array, running: Running, phase: int
 ) -> Running:
-    """Requests transfers of the policy; earlier requests arrive."""
-    num_layers, num_tiers, num_experts = running.keys.shape
-    held, coming = (_HELD if replay.delay else 0), running.coming
-    requests, state = replay.policy.transfers(running.state, (running.keys > 0) | (coming > 0))
-    if not len(requests.layer):
+    """Requests transfers of the policy; earlier requests arrive, before it is asked."""
+    dims = num_layers, num_tiers, num_experts = running.keys.shape
+    if not moves_between_steps(replay.policy, running.state, dims):
+        _, state = replay.policy.transfers(running.state, running.keys > 0)
         return running._replace(state=state)
-    room = jnp.maximum(bulk - jnp.sum(coming > 0, dtype=jnp.int32), 0)
-    valid, moves = _moving(requests, (running.keys > 0) | (coming > 0))
+    in_flight = running.coming > 0
+    room = jnp.maximum(bulk - jnp.sum(in_flight, dtype=jnp.int32), 0)
+    running = running._replace(coming=running.coming + in_flight.astype(jnp.int8))
+    if replay.delay:
+        running = _arrive(replay, slots, running, phase)
+    held = (running.keys > 0) | (running.coming > 0)
+    requests, state = replay.policy.transfers(running.state, held)
+    valid, moves = _moving(requests, held)
     if replay.policy.repeats_requests:
         done = valid & pairs_with_room(moves, room)
     else:
@@ -594,28 +599,41 @@ def _transfer(
         )
     )
     wanted = jnp.zeros(running.keys.shape, bool).at[place].set(True, mode="drop")
-    is_full = (slots >= num_experts)[None, :, None]
     tier = jnp.arange(num_tiers, dtype=jnp.int32)[None, :, None]
     target = jnp.max(jnp.where(wanted, tier, -1), axis=1, keepdims=True)  # -1: stays where it is
     # Like in the engine, a copy of higher fidelity leaves when its expert is requested, a lower one
     # when the better one is resident: a demotion takes its own slot.
+    is_full = (slots >= num_experts)[None, :, None]
     keys = jnp.where((tier < target) & ~is_full, 0, running.keys)
-    coming = jnp.where(coming > 0, coming + 1, (wanted & (keys == 0)).astype(jnp.int8))
-    arrived = coming == replay.delay + 1
-    new = arrived & (keys == 0)
+    begins = wanted & (keys == 0) & (running.coming == 0)
+    coming = jnp.where(begins, jnp.int8(1), running.coming)
+    running = Running(state, _without_lower(keys, wanted, slots), coming, *running[3:])
+    return running if replay.delay else _arrive(replay, slots, running, phase)
+
+
+def _arrive(replay: Replay, slots: jax.Array, running: Running, phase: int) -> Running:
+    """Admits the experts whose transfers end now, and counts them."""
+    arrived, num_experts = running.coming == replay.delay + 1, running.keys.shape[-1]
 
     def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, _Moved]:
         # Later than what the last step used, and before what the next one does.
         return _admit_each(key, coming, coming, slots, 2 * running.clock - 1, num_experts)
 
-    keys, moved = jax.vmap(of_layer)(keys, new)
-    come = (keys > 0) & (arrived | wanted)
-    best = jnp.min(jnp.where(come, tier, num_tiers), axis=1, keepdims=True)
-    keys = jnp.where((tier > best) & ~is_full, 0, keys)
-    coming = jnp.where(coming > replay.delay + held, 0, coming)
+    keys, moved = jax.vmap(of_layer)(running.keys, arrived & (running.keys == 0))
     row = jnp.sum(_row(_counts_of(moved, "bulk"), moved.admitted), axis=1)
     tally = running.tally._replace(events=running.tally.events.at[phase].add(row))
-    return Running(state, keys, coming, running.clock, tally)
+    return running._replace(
+        keys=_without_lower(keys, arrived, slots), tally=tally,
+        coming=jnp.where(arrived, jnp.int8(0), running.coming),
+    )  # fmt: skip
+
+
+def _without_lower(keys: jax.Array, come: jax.Array, slots: jax.Array) -> jax.Array:
+    """Keys without copies of lower fidelity than resident ones that `come`, bool[M, T, E]."""
+    num_tiers = keys.shape[1]
+    tier = jnp.arange(num_tiers, dtype=jnp.int32)[None, :, None]
+    best = jnp.min(jnp.where((keys > 0) & come, tier, num_tiers), axis=1, keepdims=True)
+    return jnp.where((tier > best) & (slots < keys.shape[2])[None, :, None], 0, keys)
 
 
 def _moving(requests: Requests, held: jax.Array) -> tuple[jax.Array, jax.Array]:

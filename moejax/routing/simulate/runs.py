@@ -180,6 +180,12 @@ def _block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
     return -(-count // min(count, num_blocks))
 
 
+def _bulk(trace: Trace, run: Run) -> int:
+    if run.bulk is not None:
+        return run.bulk
+    return default_bulk(run.expert_bytes[0], trace.num_layers * run.slots[0])
+
+
 def _run_block(
     trace: Trace,
     cut: Sequence[TraceSegment],
@@ -195,8 +201,7 @@ def _run_block(
     predicted = trace.predicted_ids
     foreseen = predicted.shape[2] if looks and predicted is not None else 0
     slots = jnp.asarray([run.slots for run in runs], jnp.int32)
-    given = (default_bulk(run.expert_bytes) if run.bulk is None else run.bulk for run in runs)
-    bulk = jnp.asarray([*given], jnp.int32)
+    bulk = jnp.asarray([_bulk(trace, run) for run in runs], jnp.int32)
     # On the host: a program of a thousand operands takes long to compile.
     stacked = jax.tree.map(
         lambda *leaves: jnp.asarray(np.stack(leaves)), *(jax.device_get(s) for s in states)

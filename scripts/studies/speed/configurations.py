@@ -10,7 +10,7 @@ Methods = Mapping[str, Words]
 QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
 BUDGETS = (6.0, 8.0, 12.0, 16.0, 24.0)  # GiB
 CACHE_RATES = (0.75, 0.5, 0.375)
-_PROMOTIONS = "period=64,max_requests=16"
+_PROMOTIONS = "period=64"
 _DYMOE = "retention=0.75,prefetch=0"
 _AHEAD = "retention=0.75,prefetch=-1"
 
