@@ -325,6 +325,26 @@ class LimitsTest(parameterized.TestCase):
         self.assertGreater(budget_of(MIXTRAL, device_gib=16, bulk=1).slots, 0)
 
     @parameterized.parameters(
+        ("Qwen3-30B-A3B", 83, 113),  # 128 MiB
+        ("Qwen3-Next-80B-A3B", 139, 128),  # no more than DynaExq asks for
+        ("Qwen3-30B-A3B", 8, 32),  # one for twelve slots
+        ("Mixtral-8x7B", 5, 8),  # no fewer
+    )
+    def test_experts_in_flight_by_default(self, shape, slots, expected):
+        config = SHAPES[shape]
+        run = RunSizes(
+            config=config, weights_nbytes={}, batch=1, context=64, chunk=16, platform="gpu"
+        )
+        plane = 3 * config.model_dim * config.expert_dim // 4  # two bits a weight
+        tiers = (
+            TierSize(name="int4", expert_nbytes=plane),
+            TierSize(name="int2", expert_nbytes=5 * plane // 4),
+        )
+        demands = PolicyDemands(slots=(slots, config.num_experts), bulk=None, between_steps=(0,))
+        hot, cold = make_budget(run, tiers, Limits(), demands).tiers
+        self.assertEqual((hot.limits.bulk, cold.limits.bulk), (expected, 0))
+
+    @parameterized.parameters(
         ({"slots": 0, "bulk": 1}, "memory.bulk=1 must be 0 (none) or a number of experts, which"),
         ({"slots": 1, "bulk": -1}, "memory.bulk=-1 must be 0"),
         ({"slots": 1, "bulk": 6145}, "memory.bulk=6145 is more than the 6144 experts of the model"),
