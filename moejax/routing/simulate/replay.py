@@ -574,7 +574,8 @@ def _transfer(
     replay: Replay, slots: jax.Array, bulk: jax.Array, running: Running, phase: int
 ) -> Running:
     """Requests transfers of the policy; earlier requests arrive, before it is asked."""
-    dims = num_layers, num_tiers, num_experts = running.keys.shape
+    num_layers, num_tiers, num_experts = running.keys.shape
+    dims = num_layers, num_tiers, num_experts
     if not moves_between_steps(replay.policy, running.state, dims):
         _, state = replay.policy.transfers(running.state, running.keys > 0)
         return running._replace(state=state)
