@@ -161,16 +161,17 @@ class _Moved(NamedTuple):
 def _initial(slots: jax.Array, num_experts: int) -> jax.Array:
     """Keys int32[T, E] before any token, of slots int32[T].
 
-    A key is 0 for an expert without a slot, else 2 x last use + (prefetched, not used yet). Tiers
-    of E slots hold all. Where the tiers together have E slots, they share the experts in order of
-    id, the first tier first, as two pools with one copy of each do; else they are empty.
+    A key is 0 for an expert without a slot, else 4 x last use + (prefetched, not used yet), and 4 x
+    step - 1 for one that came before that step. Tiers of E slots hold all. Where the tiers together
+    have E slots, they share the experts in order of id, the first tier first, as two pools with one
+    copy of each do; else they are empty.
     """
     expert = jnp.arange(num_experts, dtype=jnp.int32)[None]
     full = slots[:, None] >= num_experts
     ends = jnp.cumsum(slots)[:, None]
     shares = (expert < ends) & (expert >= ends - slots[:, None])
     fits = (jnp.sum(slots) >= num_experts) & ~jnp.any(full)
-    return jnp.where(full | (fits & shares), 2, 0).astype(jnp.int32)
+    return jnp.where(full | (fits & shares), 4, 0).astype(jnp.int32)
 
 
 def _admit(
@@ -225,13 +226,13 @@ def _prefetch_experts(
         wanted = jnp.stack([ahead == 0, ahead >= 0])
         # A refinement comes over a base plane that is there.
         new = wanted & (key == 0) & jnp.stack([key[1] > 0, jnp.ones(num_experts, bool)])
-        keys, moved = _admit_shared(key, new, wanted, slots, 2 * clock + 1, most)
+        keys, moved = _admit_shared(key, new, wanted, slots, 4 * clock + 1, most)
         return keys, _counts_of(moved, "prefetched")
     # A copy as good or better serves.
     there = key > 0
     served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
     new = wanted & ~served
-    keys, moved = _admit_each(key, new, wanted, slots, 2 * clock + 1, most)
+    keys, moved = _admit_each(key, new, wanted, slots, 4 * clock + 1, most)
     came = new & (keys > 0)
     leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
     return jnp.where(leaving, 0, keys), _counts_of(moved, "prefetched")
@@ -286,14 +287,14 @@ def _serve(
         "misses": _num(misses, axis=1),
         "prefetch_hits": _num(hits & (key & 1 == 1), axis=1),
     }
-    key = jnp.where(hits, 2 * clock, key)
+    key = jnp.where(hits, 4 * clock, key)
     if host:
         missed = misses[0][decision.ids] & active[:, None]
         at_host = last_misses(missed, jnp.asarray(host, jnp.int32))
         gone = jnp.zeros(num_experts, bool).at[decision.ids].max(at_host)
         misses &= ~gone[None]
     admit = _admit_shared if shares else _admit_each
-    key, sums = admit(key, misses, runs, slots, 2 * clock, most)
+    key, sums = admit(key, misses, runs, slots, 4 * clock, most)
     events |= {"streamed": sums.streamed, **_counts_of(sums, "admitted")}
     weights = jnp.where(active[:, None], observation.weights, 0.0)
     computed = decision.tier != SKIPPED
@@ -618,7 +619,7 @@ def _arrive(replay: Replay, slots: jax.Array, running: Running, phase: int) -> R
 
     def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, _Moved]:
         # Later than what the last step used, and before what the next one does.
-        return _admit_each(key, coming, coming, slots, 2 * running.clock - 1, num_experts)
+        return _admit_each(key, coming, coming, slots, 4 * running.clock - 1, num_experts)
 
     keys, moved = jax.vmap(of_layer)(running.keys, arrived & (running.keys == 0))
     row = jnp.sum(_row(_counts_of(moved, "bulk"), moved.admitted), axis=1)
