@@ -37,7 +37,11 @@ TEMPLATE = (
     "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
     "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
 )
-SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+# A shell in the background ignores SIGINT, and its children with it.
+SPAWN = (
+    "import os, pty, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+    "sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+)
 WAIT_S = 120.0
 
 
