@@ -23,6 +23,7 @@ from scripts.studies.speed.configurations import SECTIONS
 
 _SECTION = flags.DEFINE_enum("section", "decide", list(SECTIONS), "whose methods")
 _SHAPE = flags.DEFINE_string("shape", "", "which shape; '': the section's")
+_METHOD = flags.DEFINE_multi_string("method", [], "names of methods; []: all")
 _HOST = flags.DEFINE_float("host_gib", 4, "of rows, which experts share; 0: all rows")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON Lines file to append to", required=True)
 _BUDGET = flags.DEFINE_float("time_budget_s", 0, "begin no method after so long; 0: no limit")
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> None:
     common = (f"--config.shape={shape}", f"--config.memory.host_gib={_HOST.value:g}",
               *section.common, f"--config.output={output}")  # fmt: skip
     for method, words in section.of(shape).items():
+        if _METHOD.value and method not in _METHOD.value:
+            continue
         given = {word.partition("=")[0]: word for word in (*common, *words, *argv[1:])}
         command = ["python", "-m", "moejax.benchmark", *given.values()]  # tuples would add up
         if has_rows(output, command):
