@@ -14,9 +14,13 @@ from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
 from moejax import Engine
+from moejax.checkpoints import open_checkpoint
+from moejax.checkpoints.experts import open_experts
 from moejax.errors import MoejaxError
 from moejax.inference.generation import AnswerBuilder
+from moejax.quantization.pipeline.expert_rows import QuantizedRows
 from moejax.quantization.pipeline.inventory import take_inventory
+from moejax.quantization.pipeline.quantizers import Program
 from moejax.quantization.pipeline.recipe import Recipe, Scheme, parse_rules, schemes
 from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 from moejax.text.tokenizer import Tokenizer
@@ -155,6 +159,29 @@ class Mxfp4Test(GptOssTestCase):
                 if leaf == "gate_up":
                     expected = np.concatenate([expected[:, ::2], expected[:, 1::2]], axis=1)
                 np.testing.assert_array_equal(weight[layer].dequantize(), expected)
+
+    @pytest.mark.slow
+    def test_rows_are_quantized_while_they_are_read(self):
+        opened = open_checkpoint(write_checkpoint("oss_mxfp4", self.directory))
+        stored, cpu = self.reference("oss_mxfp4").state_dict(), jax.devices("cpu")[0]
+        scheme = Scheme(
+            method="rtn", bits=8, group_size=32, zero_kind="float", scale_dtype="float32",
+            factor_bits=8,
+        )  # fmt: skip
+        reader = open_experts(opened, dtype="float32", device=cpu)
+        rows = QuantizedRows(reader, Program(scheme=scheme, max_rank=0, passes=1))
+        self.addCleanup(rows.close)
+        into = [np.empty(part.shape, part.dtype) for part in rows.row]
+        tree = jax.tree.structure((rows.gate_up, rows.down))
+        for layer, expert in ((0, 0), (3, rows.num_experts - 1)):
+            rows.read(layer, expert, into)
+            found = jax.tree.unflatten(tree, [jnp.asarray(part) for part in into])
+            for name, weight in zip(("gate_up_proj", "down_proj"), found, strict=True):
+                expected = stored[f"model.layers.{layer}.mlp.experts.{name}"][expert].mT.numpy()
+                if name == "gate_up_proj":
+                    expected = np.concatenate([expected[::2], expected[1::2]])
+                off = np.abs(np.asarray(dense(weight, jnp.float32)) - expected).max()
+                self.assertLessEqual(off, 0.01 * np.abs(expected).max())
 
     def test_scales_that_overflow_are_refused(self):
         directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
