@@ -44,7 +44,7 @@ SECTIONS: dict[str, Callable[[Subject], Iterator[Case]]] = {
 
 _TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "what to measure")
-_CASES = flags.DEFINE_string("cases", "", "regular expression of cases' names; '': all")
+_CASES = flags.DEFINE_multi_string("cases", [""], "regular expressions of cases, in this order")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model whose float32 fits")
 _LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _ORIGINS = flags.DEFINE_integer("origins", 0, "expert e is of shard e mod this; 0: not known")
@@ -127,8 +127,9 @@ def _measure(subject: Subject, device: jax.Device, clock: float) -> bool:
     }
     report = Report(device, "", _OUTPUT.value, ("moejax", "jax", "jaxlib"))
     for name in _SECTIONS.value:
-        for case in SECTIONS[name](subject):
-            if (_LABEL.value, name, case.name) in done or not re.search(_CASES.value, case.name):
+        every = list(SECTIONS[name](subject))
+        for case in (c for words in _CASES.value for c in every if re.search(words, c.name)):
+            if (_LABEL.value, name, case.name) in done:
                 continue
             if _BUDGET.value and time.perf_counter() - clock > _BUDGET.value:
                 return False
@@ -139,6 +140,7 @@ def _measure(subject: Subject, device: jax.Device, clock: float) -> bool:
                     f"{_LABEL.value} | {name} | {point.key}", point.figure, point.unit,
                     **json.loads(json.dumps(beside)),
                 )  # fmt: skip
+            done.add((_LABEL.value, name, case.name))
             print(f"{name}, {case.name}: {time.perf_counter() - clock:.0f} s so far", flush=True)
     return True
 

@@ -14,6 +14,7 @@ measured, with the nats of each batch of windows; those that the output has are 
 stand in `recipes.py`, and are printed first.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ _TEXT = flags.DEFINE_string("text", None, "UTF-8 text to score, plain or .xz", r
 _WINDOWS = flags.DEFINE_integer("windows", 0, "score only so many windows, spread; 0: all")
 _SAMPLES = flags.DEFINE_integer("samples", 128, "samples of calibration at most")
 _SECTIONS = flags.DEFINE_list("sections", ["table", "ranks", "policies"], "what to measure")
-_ONLY = flags.DEFINE_string("only", "", "measure only rows whose label holds this, and HQQ's")
+_ONLY = flags.DEFINE_multi_string("only", [""], "rows whose label holds this, and HQQ's, in order")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to; what it has is kept")
 _BUDGET = flags.DEFINE_float("time_budget_s", 0, "begin no row after so long; 0: no limit")
 _PLATFORM = flags.DEFINE_string("platform", "auto", "auto, cpu, gpu")
@@ -92,9 +93,9 @@ def measured(bench: Bench, recipe: Recipe) -> tuple[Figures, dict[str, Any]]:
 def chosen(kilobytes: int) -> Iterator[tuple[str, Recipe]]:
     """Recipes that flags ask for, with their sections."""
     sections = {"table": TABLE, "ranks": RANKS, "policies": policies(kilobytes)}
-    for name in _SECTIONS.value:
+    for name, part in itertools.product(_SECTIONS.value, _ONLY.value):
         for recipe in sections[name]:
-            if _ONLY.value in recipe.label or recipe in (FULL, HQQ):
+            if part in recipe.label or recipe in (FULL, HQQ):
                 yield name, recipe
 
 
@@ -131,6 +132,7 @@ def main(argv: list[str]) -> None:
         if f"{label} | perplexity" in written:
             continue
         check_time()
+        written.add(f"{label} | perplexity")
         figures, beside = measured(bench, recipe)
         for name, (figure, unit) in figures.items():
             more = beside if name == "perplexity" else {}
