@@ -160,6 +160,32 @@ class Mxfp4Test(GptOssTestCase):
                     expected = np.concatenate([expected[:, ::2], expected[:, 1::2]], axis=1)
                 np.testing.assert_array_equal(weight[layer].dequantize(), expected)
 
+    @parameterized.parameters(
+        (".1.mlp.experts.gate_up_proj", "moe.gate_up is dequantized"),
+        (".1.mlp.experts.down_proj", "moe.down is dequantized"), (".down_proj", ""),
+    )  # fmt: skip
+    def test_plain_experts_beside_packed_ones_keep_their_values(self, end, said):
+        """One layer's matrices are plain, or those of one kind; what is dequantized is named."""
+        directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        path = write_checkpoint("oss_mxfp4", directory)
+        tensors, plain = load_file(path / "model.safetensors"), reference_model(path).state_dict()
+        for name in [name for name in tensors if name.endswith(f"{end}_blocks")]:
+            name = name.removesuffix("_blocks")
+            del tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+            tensors[name] = plain[name].contiguous().numpy()
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        warned = self.assertLogs if said else self.assertNoLogs
+        with warned("absl", "WARNING") as logs:
+            found = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
+        if said:
+            self.assertStartsWith(logs.records[0].getMessage(), said)
+        packed = self.load("oss_mxfp4")
+        for leaf, weight in packed.weights.items():
+            expected = np.asarray(dense(weight, jnp.float32))
+            np.testing.assert_array_equal(dense(found.weights[leaf], jnp.float32), expected, leaf)
+        tokens = np.arange(1, 13)[None]
+        np.testing.assert_allclose(found.logits(tokens), packed.logits(tokens), rtol=0, atol=1e-4)
+
     @pytest.mark.slow
     def test_rows_are_quantized_while_they_are_read(self):
         opened = open_checkpoint(write_checkpoint("oss_mxfp4", self.directory))

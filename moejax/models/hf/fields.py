@@ -53,7 +53,7 @@ def integer(
     if value is None:
         value = default
     if value is None:
-        raise MoejaxError(f"{names[-1]} is missing")
+        raise _absent(fields, names, "a positive integer")
     if type(value) is not int or value < 1:
         raise MoejaxError(f"{names[-1]} is {value!r}, expected a positive integer")
     if most is not None and value > most:
@@ -67,10 +67,18 @@ def number(fields: Mapping[str, Any], name: str, *, default: float | None = None
     if value is None:
         value = default
     if value is None:
-        raise MoejaxError(f"{name} is missing")
+        raise _absent(fields, (name,), "a positive finite number")
     if type(value) not in (int, float) or not 0 < value <= LARGEST:
         raise MoejaxError(f"{name} is {value!r}, expected a positive finite number")
     return float(value)
+
+
+def _absent(fields: Mapping[str, Any], names: tuple[str, ...], expected: str) -> MoejaxError:
+    """Says that a needed field is missing or null; some are null by default."""
+    if not (nulls := [name for name in names if name in fields]):
+        return MoejaxError(f"{names[-1]} is missing")
+    said = f"{nulls[-1]} is null, in the file or by default, expected {expected}"
+    return MoejaxError(f"{said}; write the model's own")
 
 
 def sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
