@@ -29,10 +29,6 @@ _SECTIONS = {"dynaexq": ("dynaexq", "shift"), "dymoe": ("dymoe",),
 _DOUBTS = {
     "24 % of the gap between INT4 and INT2 comes back": "experts at random recover 26 % and 29 %, "
     "so that any choice passes this bar",
-    "choosing experts by use is better than once, by other text, int4/int2": "the choice by other "
-    "text was made from 2,560 tokens, routed while every expert was in INT2, which breaks this "
-    "model; by the same rule with INT4 in place of INT2 it is use's own on wikitext-2 with a "
-    "quarter (the bar of bf16/int4): what is met shows nothing",
 }
 _MADE = re.compile(r"<!-- made: .*?<!-- end -->", re.DOTALL)
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from scripts.studies.quality import cases
 from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_SHOWN, Claim, verdict
 from scripts.studies.quality.task_cases import TASKS, wrong_of
 from scripts.studies.tables.paper import Runs, markdown_table
@@ -44,7 +45,7 @@ def claims(
     found: Mapping[str, Measured], runs: Runs, bars: Sequence[Claim], unit: str,
     doubts: Mapping[str, str],
 ) -> tuple[list[list[str]], list[str]]:  # fmt: skip
-    """Rows of a table of claims, and the bars without rows, in words.
+    """Rows of a table of claims, and the bars that lack rows, in words with what is known.
 
     Args:
       unit: of what is compared, such as "Nats a token".
@@ -56,19 +57,26 @@ def claims(
         if all(name in found for name in names):
             judged.append(_judged(found, runs, bar, unit, doubts.get(bar.said, "")))
         else:
-            missing.append(f"{bar.said} ({bar.bar})")
+            values = {name: one.values for name, one in found.items()}
+            known = [(test, one) for test in bar.tests if (one := cases.judge(test, values))]
+            rows = [row for test, _ in known for _, name in test.terms for row in found[name].rows]
+            told = "; ".join(_told(*one) for one in known)
+            so_far = f"; so far {told} {runs.cite(*rows)}" if known else ""
+            missing.append(f"{bar.said} ({bar.bar}{so_far})")
     return judged, missing
+
+
+def _told(test: cases.Comparison, one: cases.Outcome) -> str:
+    name = test.terms[0][1].partition(" | ")[2].replace(" | ", ", ")
+    margin = f" (at most {test.margin:g})" if test.margin else ""
+    return f"{name} {one.mean:+.3f} ± {one.error:.3f}{margin}, {one.verdict}"
 
 
 def _judged(
     found: Mapping[str, Measured], runs: Runs, bar: Claim, unit: str, doubt: str
 ) -> list[str]:
     of, outcomes = verdict(bar, {name: one.values for name, one in found.items()})
-    tests = []
-    for test, one in zip(bar.tests, outcomes, strict=True):
-        name = test.terms[0][1].partition(" | ")[2].replace(" | ", ", ")
-        margin = f" (at most {test.margin:g})" if test.margin else ""
-        tests.append(f"{name} {one.mean:+.3f} ± {one.error:.3f}{margin}, {one.verdict}")
+    tests = [_told(test, one) for test, one in zip(bar.tests, outcomes, strict=True)]
     above = f"{unit} above it, ± a standard error: {'; '.join(tests)}"
     rows = [row for test in bar.tests for _, name in test.terms for row in found[name].rows]
     said = f"{NAMES[STUDY]}; {bar.bar}. {above} {runs.cite(*rows)}"
