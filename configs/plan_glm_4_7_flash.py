@@ -11,10 +11,10 @@ of GLM-4.5-Air takes 9.3 GiB in bfloat16. Experts of a layer in slots:
 
     device_gib    shape=GLM-4.7-Flash    shape=GLM-4.5-Air
     12            32 of 64               none
-    16            49 of 64               4 of 128
-    24            all                    24 of 128
-    32            all                    43 of 128
-    48            all                    83 of 128
+    16            49 of 64               1 of 128
+    24            all                    21 of 128
+    32            all                    41 of 128
+    48            all                    82 of 128
 """
 
 from ml_collections import config_dict

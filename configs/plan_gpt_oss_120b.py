@@ -5,17 +5,17 @@
         --config.memory.device_gib=12
 
 It takes a second and needs neither weights nor an accelerator.
-Expected: 23.97 of 24 GiB, 45 of 128 experts of a layer in slots and 6 transient slots; 57.8 GiB of
+Expected: 23.94 of 24 GiB, 43 of 128 experts of a layer in slots and 6 transient slots; 57.8 GiB of
 pinned host memory; at worst 1.77 GiB a token over the link, which is 35 ms at 50 GiB/s. All 128 fit
 in 80 GiB. Of gpt-oss-20b 29 of 32 fit in 12 GiB, and all in 16. Experts of a layer in slots, in
 MXFP4 and in INT4 of groups of 64:
 
     device_gib    mxfp4=True    mxfp4=False
-    12            17 of 128     17 of 128
-    16            27 of 128     25 of 128
-    24            45 of 128     42 of 128
-    32            63 of 128     59 of 128
-    48            99 of 128     93 of 128
+    12            16 of 128     15 of 128
+    16            25 of 128     23 of 128
+    24            43 of 128     40 of 128
+    32            61 of 128     57 of 128
+    48            98 of 128     93 of 128
 """
 
 from ml_collections import config_dict

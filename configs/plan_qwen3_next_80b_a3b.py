@@ -5,16 +5,16 @@
         --config.memory.device_gib=12 --config.bits=2
 
 It takes a second and needs neither weights nor an accelerator.
-Expected: 31.98 of 32 GiB, 346 of 512 experts of a
+Expected: 31.97 of 32 GiB, 342 of 512 experts of a
 layer in slots and 38 transient slots; 41.1 GiB of pinned host memory; at worst 0.8 GiB a token over
 the link, which is 16 ms at 50 GiB/s. Twelve layers have a cache, 192 MiB in all; the states of the
 other 36 take 74 MiB a sequence, however long it is. Experts of a layer in slots:
 
     device_gib    bits=4        bits=2
-    12            93 of 512     168 of 512
-    16            144 of 512    259 of 512
-    24            245 of 512    441 of 512
-    32            346 of 512    all
+    12            81 of 512     161 of 512
+    16            132 of 512    252 of 512
+    24            233 of 512    441 of 512
+    32            342 of 512    all
     48            all           all
 """
 

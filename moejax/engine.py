@@ -38,7 +38,7 @@ from moejax.inference.chunking import (
     PlannedSizes,
     cache_length,
     least_cache_length,
-    planned_chunk,
+    planned_chunks,
 )
 from moejax.inference.compile_notice import compile_notice
 from moejax.inference.continuous import ContinuousBatch
@@ -206,14 +206,15 @@ class Engine:
             else:
                 target = target_of(device)
                 together = 1 if running else batch  # in a prefill step
-                chunk = planned_chunk(checkpoint.config, together, planned, chosen.itemsize, target)
+                chunks = planned_chunks(
+                    checkpoint.config, together, planned, chosen.itemsize, target
+                )
                 weights, memory, budget = load_limited(
                     checkpoint, limits or Limits(), policy, dtype=dtype, device=device,
-                    batch=batch, context=planned, chunk=chunk, progress=progress, mesh=devices,
+                    batch=batch, context=planned, chunks=chunks, progress=progress, mesh=devices,
                     is_running=running,
                 )  # fmt: skip
-                if budget.limits.device_gib:
-                    sizes = PlannedSizes(batch, planned, chunk, budget.run.num_pages)
+                sizes = PlannedSizes.of(budget)
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
             device=device, context=context, memory=memory, defaults=defaults, mesh=devices,

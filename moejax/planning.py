@@ -27,7 +27,7 @@ from moejax.experts.budget import Budget, RunSizes, TierSize, make_budget
 from moejax.experts.load import plan_experts, plan_tiers, tier_of
 from moejax.experts.placement import num_handed_out
 from moejax.experts.tiering import STORED, StoredTier, choose, shape_is_mxfp4
-from moejax.inference.chunking import planned_chunk
+from moejax.inference.chunking import planned_chunks
 from moejax.models.attention import copies_cache, stores_scores
 from moejax.models.config import ModelConfig
 from moejax.models.head_shares import HEAD_LEAVES, HeadShares, splits_heads
@@ -43,22 +43,22 @@ def budget_of(config: PlanConfig) -> Budget:
     """Plans the budget of a configuration; tiers of a shape have the bits that their names say."""
     tiering, limits = config.policy.tiering(), config.memory.limits()
     _, model, own, itemsize = model_of(config)
-    context, chunk = _sizes(config, model, itemsize)
+    context, chunks = _sizes(config, model, itemsize)
     if not config.shape:
         checkpoint = open_checkpoint(config.checkpoint, config.read_bits)
         planned = plan_experts(
             checkpoint, limits, tiering,
             dtype=config.dtype, device=_device(config), batch=config.batch, context=context,
-            chunk=chunk, num_devices=mesh_size(config.mesh),
+            chunks=chunks, num_devices=mesh_size(config.mesh),
             by_heads=_splits_heads(config, checkpoint), is_running=config.running,
             handed_out=num_handed_out(config.mesh, checkpoint.config),
         )  # fmt: skip
         return planned.budget
     run = RunSizes(
         config=dataclasses.replace(own.config, vocab_size=model.vocab_size),
-        weights_nbytes=own.weights_nbytes, batch=config.batch, context=context, chunk=chunk,
-        platform=platform_of(config), itemsize=itemsize, num_devices=mesh_size(config.mesh),
-        handed_out=own.handed_out,
+        weights_nbytes=own.weights_nbytes, batch=config.batch, context=context, chunk=chunks[0],
+        longer_chunks=chunks[1:], platform=platform_of(config), itemsize=itemsize,
+        num_devices=mesh_size(config.mesh), handed_out=own.handed_out,
         stores_scores=stores_scores(model, itemsize, target_of(_device(config))),
         copies_cache=copies_cache(model, itemsize, target_of(_device(config))),
         is_running=config.running,
@@ -104,14 +104,15 @@ def bits_line(
     return f"weights: {bits_of_sizes(model, weights, experts).describe()}"
 
 
-def _sizes(config: PlanConfig, model: ModelConfig, itemsize: int) -> tuple[int, int]:
-    """Slots of the KV cache, and tokens of a prefill chunk."""
+def _sizes(config: PlanConfig, model: ModelConfig, itemsize: int) -> tuple[int, tuple[int, ...]]:
+    """Slots of the KV cache, and tokens that a prefill chunk may have."""
     context = _context(config, model)
     if context > model.context_limit:
         raise MoejaxError(f"context={context} is beyond the model's own {model.context_limit}")
     batch = 1 if config.running else config.batch  # of a prefill step
-    longest = planned_chunk(model, batch, context, itemsize, target_of(_device(config)))
-    return context, min(context, config.chunk or longest)
+    if config.chunk:
+        return context, (min(context, config.chunk),)
+    return context, planned_chunks(model, batch, context, itemsize, target_of(_device(config)))
 
 
 def _context(config: PlanConfig, model: ModelConfig) -> int:

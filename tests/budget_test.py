@@ -42,6 +42,13 @@ def weights_nbytes(config, itemsize=2):
     }
 
 
+# Qwen3-30B-A3B with attention in INT4 and the head in INT8: all but the experts, 1.25 GiB, of which
+# the embeddings lie in host memory.
+PACKED = {
+    "embed": 151936 * 2048 * 2, "head": 151936 * 2080, "attention": 48 * 20971520 * 9 // 16,
+}  # fmt: skip
+
+
 def int4(config):
     """Half a byte a weight, and a float16 scale and zero point for 64 of them."""
     weights = 3 * config.model_dim * config.expert_dim
@@ -123,6 +130,45 @@ class PartsTest(parameterized.TestCase):
             budget = make_budget(run, [int4(QWEN)], Limits(slots=5, **limits))
             self.assertIn("weights embed", budget.device)
             self.assertEqual(list(budget.host), ["experts"])
+
+    # JAX's memory, and whether rows come and go; tokens of a chunk, and slots of a layer.
+    @parameterized.parameters(
+        (6.4, False, 4096, 36), (11.4, False, 2048, 81), (20.0, False, 1024, 128),
+        (6.4, True, 1024, 37),
+    )  # fmt: skip
+    def test_a_longer_chunk_costs_few_slots(self, gib, is_running, chunk, slots):
+        """By slots of the same run with each chunk alone."""
+
+        def run(chunk, longer=()):
+            return RunSizes(
+                config=QWEN, weights_nbytes=PACKED, batch=1, context=4096, chunk=chunk,
+                longer_chunks=longer, platform="gpu", stores_scores=False, copies_cache=False,
+                is_running=is_running,
+            )  # fmt: skip
+
+        def plan(of):
+            return make_budget(of, [int4(QWEN)], Limits(device_gib=gib))
+
+        found = plan(run(1024, (2048, 4096)))
+        self.assertEqual((found.run.chunk, found.tiers[0].slots), (chunk, slots))
+        self.assertEqual(found.device, plan(run(chunk)).device)
+        usual = 128 - plan(run(1024)).tiers[0].slots
+        for longer in (2048, 4096):
+            missing = 128 - plan(run(longer)).tiers[0].slots
+            if usual and not is_running:
+                self.assertEqual(missing <= 1.05 * usual, longer <= chunk)
+
+    def test_a_chunk_is_no_longer_where_steps_fetch_nothing(self):
+        """Under a policy whose transfers are between steps, or with a slot for every expert."""
+        tiers = [int4(QWEN), TierSize(name="int2", expert_nbytes=int4(QWEN).expert_nbytes // 2)]
+        run = RunSizes(
+            config=QWEN, weights_nbytes={}, batch=1, context=4096, chunk=1024,
+            longer_chunks=(4096,), platform="gpu", stores_scores=False,
+        )  # fmt: skip
+        demands = PolicyDemands(slots=(20, 128), bulk=None, between_steps=(0,))
+        self.assertEqual(make_budget(run, tiers, Limits(), demands).run.chunk, 1024)
+        demands = dataclasses.replace(demands, between_steps=())
+        self.assertEqual(make_budget(run, tiers, Limits(), demands).run.chunk, 4096)
 
     @parameterized.parameters((3, 8, 2), (1, 4, 0), (48, 128, 65))
     def test_tables_are_those_of_residency_and_counters(self, layers, experts, slots):

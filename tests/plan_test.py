@@ -244,7 +244,7 @@ class MainTest(PlanCase):
     def test_example_is_what_it_says(self):
         path = CONFIGS / "plan_mixtral_16gib.py"
         out = self.run_plan(f"--config={path}")
-        self.assertIn("= 15.643 GiB of 16", out)
+        self.assertIn("= 15.901 GiB of 16", out)
         self.assertIn("slots: 4 of 8 a layer (50.0 % of the experts), and 2 transient", out)
         self.assertRegex(out, r"at worst: 5\.91 GiB a token of a decode step, 118\.12 ms")
         out = self.run_plan(f"--config={path}", "--config.memory.host_gib=20")

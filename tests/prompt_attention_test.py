@@ -12,7 +12,7 @@ from flax import nnx
 
 from moejax.experts.budget import RunSizes, workspace_nbytes
 from moejax.inference import runner as runners
-from moejax.inference.chunking import MAX_PREFILL_TOKENS, planned_chunk
+from moejax.inference.chunking import MAX_PREFILL_TOKENS, planned_chunks
 from moejax.inference.runner import Runner
 from moejax.models import attention
 from moejax.models.kv_cache import empty_cache
@@ -156,12 +156,20 @@ class PlanTest(HostTestCase):
         self.assertAlmostEqual(planned, planned_mib, delta=1)
 
     def test_chunks_do_not_shorten_with_the_cache(self):
-        sizes = {"itemsize": 2, "target": Target("gpu", None)}
-        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, **sizes), 1024)
-        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 16, 32768, **sizes), MAX_PREFILL_TOKENS // 16)
-        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, 2, Target("cpu", None)), 256)
-        self.assertEqual(planned_chunk(DEEPSEEK_V2_LITE, 1, 32768, **sizes), 512)
-        # Not shorter than by XLA, or experts that move would move more often.
-        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 16, 1024, **sizes), 512)
+        gpu, cpu = Target("gpu", None), Target("cpu", None)
         old = Target("gpu", (7, 5))  # without the kernel
-        self.assertEqual(planned_chunk(QWEN3_30B_A3B, 1, 32768, 2, old), 256)
+        for shape, batch, context, target, expected in (
+            (QWEN3_30B_A3B, 1, 32768, gpu, (1024, 2048, 4096)),
+            (QWEN3_30B_A3B, 2, 32768, gpu, (1024, 2048)),
+            (QWEN3_30B_A3B, 16, 32768, gpu, (MAX_PREFILL_TOKENS // 16,)),
+            (QWEN3_30B_A3B, 1, 3000, gpu, (1024, 2048)),
+            (QWEN3_30B_A3B, 1, 600, gpu, (600,)),
+            (QWEN3_30B_A3B, 1, 32768, cpu, (256,)),
+            (DEEPSEEK_V2_LITE, 1, 32768, gpu, (512,)),
+            # Not shorter than by XLA, or experts that move would move more often.
+            (QWEN3_30B_A3B, 16, 1024, gpu, (512,)),
+            (QWEN3_30B_A3B, 1, 32768, old, (256,)),
+        ):
+            with self.subTest(batch=batch, context=context, target=target):
+                found = planned_chunks(shape, batch, context, 2, target)
+                self.assertEqual(found, expected)

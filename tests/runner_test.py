@@ -115,6 +115,15 @@ class BucketTest(parameterized.TestCase):
                     for tokens in {MIN_PREFILL_LENGTH, longest}:
                         self.assertLessEqual(nbytes(fewer, shorter, tokens), most)
 
+    def test_a_planned_chunk_may_be_longer(self):
+        shape, planned = SHAPES["Qwen3-30B-A3B"], PlannedSizes(1, 8192, 4096)
+        self.assertEqual(longest_chunk(shape, 1, 8192, planned, stores_scores=False), 4096)
+        self.assertEqual(longest_chunk(shape, 1, 8192, planned), 1024)  # by the scores
+        any_size = PlannedSizes(chunk=4096)
+        self.assertEqual(longest_chunk(shape, 2, 8192, any_size, stores_scores=False), 2048)
+        found = list(prefill_chunks(5000, 8192, 4096))
+        self.assertEqual(found, [(0, 4096), (4096, 1024)])
+
     @parameterized.parameters((1, 256), (256, 256), (257, 1024), (1025, 2000), (2000, 2000))
     def test_kv_bucket(self, length, expected):
         self.assertEqual(kv_bucket(length, 2000), expected)

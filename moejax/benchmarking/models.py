@@ -51,7 +51,7 @@ from moejax.experts.machine import check_room, device_limits, room_nbytes
 from moejax.experts.pinned_memory import host_place
 from moejax.experts.placement import handed_out, load_of
 from moejax.experts.tiering import STORED, Tiering, choose, shape_is_mxfp4
-from moejax.inference.chunking import planned_chunk
+from moejax.inference.chunking import PlannedSizes, planned_chunks
 from moejax.inference.runner import Runner
 from moejax.models.attention import copies_cache, stores_scores
 from moejax.models.config import PLAIN_ROUTER, ModelConfig, weight_shapes
@@ -467,6 +467,7 @@ class _ShapeModels:
             experts = handed_out(self._asked.mesh, self.config, work.activations())
             mesh = dataclasses.replace(mesh, handed_out=experts)
         runner = Runner(self.config, self._dense, self.device, memory=memory, mesh=mesh)
+        runner.planned = PlannedSizes(chunk=budget.run.chunk)
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
         if gib := self._asked.memory.host_gib:
             said += f"; experts share rows of {gib:g} GiB of host memory, as many bytes each"
@@ -491,9 +492,10 @@ class _ShapeModels:
     def _run(self, batch: int, context: int, replayed_nbytes: int) -> RunSizes:
         parts = self._dense_nbytes | {REPLAYED: replayed_nbytes}
         sizes = (BFLOAT16_BYTES, target_of(self.device))
+        chunks = planned_chunks(self.config, batch, context, *sizes)
         return RunSizes(
             config=self._planned, weights_nbytes=parts, batch=batch, context=context,
-            chunk=planned_chunk(self.config, batch, context, *sizes),
+            chunk=chunks[0], longer_chunks=chunks[1:],
             platform=self.device.platform, itemsize=BFLOAT16_BYTES,
             stores_scores=stores_scores(self.config, *sizes),
             copies_cache=copies_cache(self.config, *sizes),

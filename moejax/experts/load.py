@@ -80,7 +80,7 @@ def load_limited(
     device: jax.Device,
     batch: int,
     context: int,  # slots of the KV cache of each sequence
-    chunk: int,  # tokens of one sequence that a prefill step takes
+    chunks: Sequence[int],  # tokens of one sequence that a prefill step may take, rising
     progress: bool,
     mesh: DeviceMesh | None = None,
     is_running: bool = False,  # rows come and go, in a cache of pages
@@ -97,7 +97,7 @@ def load_limited(
     limits = device_limits(device, limits)
     policy, activations, stored, sources, refines, budget = plan_experts(
         checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
-        chunk=chunk, num_devices=mesh.size if mesh else 1,
+        chunks=chunks, num_devices=mesh.size if mesh else 1,
         by_heads=mesh is not None and mesh.splits_heads, is_running=is_running,
         handed_out=mesh.num_handed_out if mesh else 0,
     )  # fmt: skip
@@ -174,7 +174,7 @@ def plan_experts(
     device: jax.Device,
     batch: int,
     context: int,
-    chunk: int,
+    chunks: Sequence[int],
     num_devices: int = 1,
     by_heads: bool = False,
     is_running: bool = False,
@@ -198,9 +198,9 @@ def plan_experts(
     num_shares = 1 if handed_out else num_devices  # of an expert
     run = RunSizes(
         config=dataclasses.replace(own.config, vocab_size=config.vocab_size),
-        weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunk,
-        platform=device.platform, itemsize=chosen.itemsize, num_devices=num_devices,
-        handed_out=handed_out,
+        weights_nbytes=own.weights_nbytes, batch=batch, context=context, chunk=chunks[0],
+        longer_chunks=tuple(chunks[1:]), platform=device.platform, itemsize=chosen.itemsize,
+        num_devices=num_devices, handed_out=handed_out,
         stores_scores=stores_scores(config, chosen.itemsize, target_of(device)),
         copies_cache=copies_cache(config, chosen.itemsize, target_of(device)),
         is_running=is_running,
@@ -368,7 +368,7 @@ def _budget_of_tiers(
         prefetch=limits.prefetch or default_prefetch(policy, config.experts_per_token),
         bulk=limits.bulk or (None if moves else 0),
         between_steps=policy.transfer_tiers(spec),
-        device=_policy_parts(policy, run),
+        device=functools.partial(_policy_parts, policy),
         first_alone=not moves and policy.high_serves_low,
     )
     return make_budget(run, tiers, limits, demands)

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.experts.budget import Budget
 from moejax.models import attention
 from moejax.models.config import ModelConfig, Pages
 from pallas_kernels.target import Target
 
 MIN_PREFILL_LENGTH = 16
 MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
+# Or by so many, where a plan finds that fewer passes over experts that move are worth the memory.
+MAX_MOVING_LENGTH = 4096
 SCORE_BYTES = 2**30  # of the float32 attention scores of one chunk and layer
 MAX_PREFILL_TOKENS = 4096  # of a chunk of all sequences, where scores take no memory
 MIN_KV_LENGTH = 256
@@ -67,6 +70,14 @@ class PlannedSizes:
     context: int = 0  # S, slots of the cache of each
     chunk: int = 0  # positions of each in a prefill step
     pages: int = 0  # of a running batch; 0: sequences begin together, each with a cache of its own
+
+    @classmethod
+    def of(cls, budget: Budget) -> "PlannedSizes":
+        """Sizes of a budget; without a limit of the device the chunk alone."""
+        run = budget.run
+        if not budget.limits.device_gib:
+            return cls(chunk=run.chunk)
+        return cls(run.batch, run.context, run.chunk, run.num_pages)
 
     @property
     def _prefill_tokens(self) -> int:
@@ -129,6 +140,7 @@ def longest_chunk(
     cache_length: int,
     planned: PlannedSizes | None = None,
     stores_scores: bool = True,
+    most: int = 0,
 ) -> int:
     """Positions of a prefill chunk, a power of two.
 
@@ -138,6 +150,7 @@ def longest_chunk(
     Args:
       stores_scores: False where attention takes no memory for them; a chunk whose tokens B T are at
         most `MAX_PREFILL_TOKENS` is then as good.
+      most: positions, where more than `MAX_PREFILL_LENGTH`; so may the planned chunk have.
     """
     most_tokens = planned._prefill_tokens if planned else 0
     row = 4 * batch_size * config.num_heads * cache_length
@@ -148,23 +161,28 @@ def longest_chunk(
         has_room |= not stores_scores and num_tokens <= MAX_PREFILL_TOKENS
         return has_room and (not most_tokens or num_tokens <= most_tokens)
 
-    longest = MAX_PREFILL_LENGTH
+    longest = max(MAX_PREFILL_LENGTH, most, planned.chunk if planned else 0)
     while longest > MIN_PREFILL_LENGTH and not fits(longest):
         longest //= 2
     return longest
 
 
-def planned_chunk(
+def planned_chunks(
     config: ModelConfig, batch_size: int, cache_length: int, itemsize: int, target: Target
-) -> int:
-    """Positions of a prefill chunk that a plan is made for.
+) -> tuple[int, ...]:
+    """Positions of a prefill chunk among which a plan chooses, rising; see `make_budget`.
 
     Args:
       itemsize: bytes of a number of the activations.
       target: the device, see `attention.stores_scores`.
     """
     stored = attention.stores_scores(config, itemsize, target)
-    return min(cache_length, longest_chunk(config, batch_size, cache_length, None, stored))
+    found = [min(cache_length, longest_chunk(config, batch_size, cache_length, None, stored))]
+    if target.platform == "gpu":
+        most = longest_chunk(config, batch_size, cache_length, None, stored, most=MAX_MOVING_LENGTH)
+        while 2 * found[-1] <= min(most, cache_length):
+            found.append(2 * found[-1])
+    return tuple(found)
 
 
 def slice_tokens(

@@ -26,6 +26,7 @@ from moejax.experts.state import ExpertCache, compiler_options
 from moejax.inference import steps
 from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
+    MAX_PREFILL_LENGTH,
     MIN_KV_LENGTH,
     MIN_PREFILL_LENGTH,
     FixedSizes,
@@ -515,12 +516,15 @@ class Runner:
     def _read(
         self, failures: int, batch: int, length: int, cache_length: int
     ) -> Iterator[tuple[int, int]]:
-        """Yields `chunks` of given tokens; a policy's transfers finish before each chunk."""
+        """Yields chunks of given tokens; a policy's transfers finish before each chunk.
+
+        None is longer than `MAX_PREFILL_LENGTH`, since each token has logits of its own.
+        """
         memory = self.memory
+        longest = min(self.longest_chunk(batch, cache_length), MAX_PREFILL_LENGTH)
         if not (self.one_stream and memory is not None and memory.moves_experts):
-            yield from self.chunks(batch, length, cache_length)
+            yield from prefill_chunks(length, cache_length, longest)
             return
-        longest = self.longest_chunk(batch, cache_length)
         start = 0
         while start < length:
             rests = memory.catch_up(failures) or MIN_PREFILL_LENGTH  # as often as decode asks

@@ -25,6 +25,7 @@ class RunSizes:
     batch: int  # sequences at once
     context: int  # slots of a sequence's KV cache
     chunk: int  # tokens of one sequence that a prefill step takes
+    longer_chunks: tuple[int, ...] = ()  # that it may take instead, rising; see `make_budget`
     platform: str  # "gpu" or "cpu"
     itemsize: int = 2  # bytes of a number of the activations and of the KV cache
     stores_scores: bool = True  # whether attention of a prefill step takes memory for scores

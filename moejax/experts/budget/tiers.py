@@ -1,7 +1,8 @@
 """Turns limits into slots of each tier: bytes of a run's parts, and the room they leave."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moejax.experts.budget.limits import (
     BudgetError,
@@ -37,6 +38,8 @@ TRANSIENT_BYTES = 64 * 2**20
 RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 # Bytes of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
 GATHERED_BYTES = 512 * 2**20
+# By how much a longer chunk of prompts may raise the bytes of experts without a slot.
+LONGER_CHUNK_COST = 1.05
 STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
 MAILBOX = "mailbox of the host's cores"  # likewise
@@ -326,8 +329,8 @@ class PolicyDemands:
     # indices of tiers of which no step fetches an expert, so that their transient slots are never
     # used; `limits.transient` does not hold for them
     between_steps: Sequence[int] = ()
-    # bytes by part that the steps take on the device for the policy's sake
-    device: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # bytes by part that the steps of a run take on the device for the policy's sake
+    device: Callable[[RunSizes], Mapping[str, int]] = lambda run: {}
     # a copy of the first tier serves whoever asks for a lower one, and nothing is brought to the
     # lower ones between steps, so slots are best spent on the first (experts drawn evenly: four
     # slots of INT4 move 0.81 of the bytes that three of INT4 and two of INT2 do;
@@ -349,6 +352,11 @@ def make_budget(
     batch has more than its least pages; it gets those that the limit then leaves, or without a
     limit all that it can use.
 
+    A prompt brings the experts without a slot once a chunk. So the chunk is the longest of the
+    run's for which their bytes, which every decode step draws from, are at most
+    `LONGER_CHUNK_COST` of what they are with the usual one. Prompts of a running batch, beside
+    which others wait for tokens, keep that.
+
     Args:
       tiers: in order of falling fidelity.
       limits: of all tiers together; host memory is shared by their bytes.
@@ -358,7 +366,14 @@ def make_budget(
       BudgetError: it does not fit, or slots are not possible; the text names what would do.
     """
     if not run.is_running:
-        return _planned(run, tiers, limits, policy)
+        found = _planned(run, tiers, limits, policy)
+        most = LONGER_CHUNK_COST * _missing_nbytes(found, policy)
+        for chunk in reversed(run.longer_chunks if most else ()):
+            with contextlib.suppress(BudgetError):
+                longer = _planned(dataclasses.replace(run, chunk=chunk), tiers, limits, policy)
+                if _missing_nbytes(longer, policy) <= most:
+                    return longer
+        return found
     least = dataclasses.replace(run, num_pages=run.least_pages)
     found, limit = _planned(least, tiers, limits, policy), limit_nbytes(limits.device_gib)
     pages = run.most_pages
@@ -366,6 +381,16 @@ def make_budget(
         more = (limit - found.total_device) // (PAGE * run.slot_nbytes)
         pages = min(pages, least.num_pages + more)
     return _planned(dataclasses.replace(run, num_pages=pages), tiers, limits, policy)
+
+
+def _missing_nbytes(budget: Budget, policy: PolicyDemands | None) -> int:
+    """Bytes of a layer's experts that have no slot, in the tiers from which steps fetch."""
+    unfetched = policy.between_steps if policy else ()
+    return sum(
+        (tier.tier.planes * tier.num_experts - tier.slots) * tier.tier.expert_nbytes
+        for i, tier in enumerate(budget.tiers)
+        if i not in unfetched
+    )
 
 
 def _planned(
@@ -426,7 +451,7 @@ def _planned(
         if limits.host_gib:
             _check_host(budgets, limits)
             budgets = alone(chosen, limits.host_gib)
-        return joined(budgets, policy.device)
+        return joined(budgets, policy.device(run))
 
     check_gib(limits.device_gib, limits.host_gib)
     limit, num_lower = limit_nbytes(limits.device_gib), len(tiers) - 1
@@ -455,7 +480,7 @@ def _planned(
         found = made(chosen)
         if limit is None or found.total_device <= limit:
             return found
-    raise _too_large(found, policy.device)
+    raise _too_large(found, policy.device(run))
 
 
 def _check(slots: Sequence[int], names: Sequence[str], num_experts: int) -> None:
