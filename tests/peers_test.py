@@ -326,7 +326,7 @@ class SectionTest(absltest.TestCase):
             ("--moe-cache-rate 0.5", "", "", "", "not measured"),
         ])  # fmt: skip
 
-    def test_theirs_in_the_memory_that_ours_took(self):
+    def test_theirs_in_the_same_budget(self):
         one = budgets.point(self.rows, "Qwen3-30B-A3B", 12, decode(512))
         self.assertEqual(one.theirs.row.figure, 100)
         self.assertEqual([one.times(routing) for routing in ours.ROUTINGS], [0.9, 3.2, 3.3])
@@ -334,16 +334,18 @@ class SectionTest(absltest.TestCase):
         self.assertEqual((less.theirs.row.figure, less.times()), (50, 1.2))
         self.assertTrue(math.isnan(less.times(ours.RECORDED)))
         none = budgets.point(self.rows, "Qwen3-30B-A3B", 3, decode(512))
-        self.assertEqual((none.own, none.theirs, none.error), ({}, None, ""))
+        self.assertEqual((none.own, none.theirs.row.figure, none.error), ({}, 50, ""))
+        none = budgets.point(self.rows, "Qwen3-30B-A3B", 1.9, decode(512))
+        self.assertIsNone(none.theirs)  # it took 2
         self.assertEqual(budgets.in_line(self.rows, "moejax"), "520; 90 to 330; 60; not measured")
-        self.assertEqual(budgets.in_line(self.rows, "llama.cpp"), "300; 100; 50; not measured")
+        self.assertEqual(budgets.in_line(self.rows, "llama.cpp"), "300; 100; 50; 50")
 
     def test_verdicts_and_models_without_rows(self):
         said = budgets.bars(self.rows).splitlines()
         one = decode(512)
         self.assertIn(f"| {one}, 12 GiB, even routing | 90 | 100 | 0.90 | 1.2 | missed |", said)
         self.assertIn(f"| {one}, 12 GiB, recorded routing | 320 | 100 | 3.20 | 2.5 | met |", said)
-        self.assertIn(f"| {one}, 3 GiB, even routing |  |  |  | 1.3 | not shown |", said)
+        self.assertIn(f"| {one}, 3 GiB, even routing |  | 50 |  | 1.3 | not shown |", said)
         self.assertIn("| prefill of 4096, 3 GiB |  |  |  | 1.3 | not shown |", said)
         self.assertIn("| missed |", said[2])
         self.assertIn("| not measured | not measured |",

@@ -1,4 +1,4 @@
-"""Tables of our budgets, each beside the fastest of llama.cpp in the memory that ours took."""
+"""Tables of our budgets, each beside the fastest of llama.cpp in the same budget."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ class Point(NamedTuple):
     Attributes:
       own: our fastest row by routing; under no limit each routing has the same.
       error: of ours, which then has no row.
-      theirs: llama.cpp's fastest row that took no more than `ROOM` times our memory; where all
+      theirs: llama.cpp's fastest row that took no more than `ROOM` times the budget; where all
         experts are on the device on both sides, memory is no matter.
     """
 
@@ -50,12 +50,11 @@ def point(rows: Sequence[Row], shape: str, gib: float, workload: str) -> Point:
             own |= {r: row for r in ours.ROUTINGS if not gib or r in row.setting}
     failed = [row for row in mine if row.workload == NOT_RUN]
     error = str(failed[-1].row.baseline["error"]) if failed and not own else ""
-    most = ROOM * max((row.peak_gib for row in own.values()), default=0.0)
     theirs = [
         row for row in rows
         if (row.peer, row.shape, row.workload) == (llama_cpp.NAME, shape, workload)
         and row.load != "server"
-        and (row.peak_gib <= most if gib else row.is_resident)
+        and (row.peak_gib <= ROOM * gib if gib else row.is_resident)
     ]  # fmt: skip
     return Point(own, error, max(theirs, key=lambda row: row.row.figure, default=None))
 
