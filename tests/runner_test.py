@@ -20,6 +20,7 @@ from moejax.experts.budget import RunSizes, workspace_nbytes
 from moejax.inference import steps
 from moejax.inference.chunking import (
     MIN_PREFILL_LENGTH,
+    FixedSizes,
     PlannedSizes,
     kv_bucket,
     length_bucket,
@@ -114,6 +115,16 @@ class BucketTest(parameterized.TestCase):
                     longest = min(shorter, longest_chunk(shape, fewer, shorter, planned))
                     for tokens in {MIN_PREFILL_LENGTH, longest}:
                         self.assertLessEqual(nbytes(fewer, shorter, tokens), most)
+
+    @parameterized.parameters(
+        ("gpu", 1024, 8192, (64, 1024)), ("gpu", 4096, 8192, (64, 1024, 4096)),
+        ("gpu", 4096, 3000, (64, 1024, 3000)), ("gpu", 512, 8192, (64, 512)),
+        ("cpu", 1024, 8192, (64, 256)), ("gpu", 4096, 500, (64, 500)),
+    )  # fmt: skip
+    def test_chunks_of_a_running_batch(self, platform, longest, context, chunks):
+        sizes = FixedSizes.of(platform, longest, context)
+        self.assertEqual(sizes.chunks, chunks)
+        self.assertEqual(sizes.next_chunk(0, context - 1), chunks[-1])
 
     def test_a_planned_chunk_may_be_longer(self):
         shape, planned = SHAPES["Qwen3-30B-A3B"], PlannedSizes(1, 8192, 4096)

@@ -110,8 +110,13 @@ class FixedSizes:
 
     @classmethod
     def of(cls, platform: str, longest: int, context: int) -> "FixedSizes":
-        """Sizes for a platform; no chunk exceeds `longest`, and S is `context`."""
-        chunks = {min(size, longest, context) for size in RUNNING_CHUNKS[platform]}
+        """Sizes for a platform; no chunk exceeds `longest`, and S is `context`.
+
+        A chunk longer than `MAX_PREFILL_LENGTH` was planned for experts that move: each chunk
+        brings them anew, so that few long ones let others wait for less in all.
+        """
+        sizes = (*RUNNING_CHUNKS[platform], longest if longest > MAX_PREFILL_LENGTH else 0)
+        chunks = {min(size, longest, context) for size in sizes if size}
         reads = {kv for kv in RUNNING_KV_LENGTHS[platform] if 2 * kv <= context} | {context}
         return cls(tuple(sorted(chunks)), tuple(sorted(reads)))
 

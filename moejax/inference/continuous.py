@@ -392,6 +392,8 @@ class ContinuousBatch:
             self._take_programs(is_plain)
             for kv_length in self._sizes.kv_lengths:
                 for size in self._sizes.chunks:
+                    if size > max(kv_length, self._sizes.spare):  # a call that sees more runs it
+                        continue
                     start = max(0, kv_length - size)
                     self._runner.run_prompt_chunk(session, 0, [], [], [], start, size, 0, 0)
                 session.next_position = kv_length - 1

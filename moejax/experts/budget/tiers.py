@@ -354,8 +354,7 @@ def make_budget(
 
     A prompt brings the experts without a slot once a chunk. So the chunk is the longest of the
     run's for which their bytes, which every decode step draws from, are at most
-    `LONGER_CHUNK_COST` of what they are with the usual one. Prompts of a running batch, beside
-    which others wait for tokens, keep that.
+    `LONGER_CHUNK_COST` of what they are with the usual one.
 
     Args:
       tiers: in order of falling fidelity.
@@ -365,15 +364,22 @@ def make_budget(
     Raises:
       BudgetError: it does not fit, or slots are not possible; the text names what would do.
     """
+    found = _with_pages(run, tiers, limits, policy)
+    most = LONGER_CHUNK_COST * _missing_nbytes(found, policy)
+    for chunk in reversed(run.longer_chunks if most else ()):
+        with contextlib.suppress(BudgetError):
+            longer = _with_pages(dataclasses.replace(run, chunk=chunk), tiers, limits, policy)
+            if _missing_nbytes(longer, policy) <= most:
+                return longer
+    return found
+
+
+def _with_pages(
+    run: RunSizes, tiers: Sequence[TierSize], limits: Limits, policy: PolicyDemands | None
+) -> Budget:
+    """Plans a run, and the pages of a running batch."""
     if not run.is_running:
-        found = _planned(run, tiers, limits, policy)
-        most = LONGER_CHUNK_COST * _missing_nbytes(found, policy)
-        for chunk in reversed(run.longer_chunks if most else ()):
-            with contextlib.suppress(BudgetError):
-                longer = _planned(dataclasses.replace(run, chunk=chunk), tiers, limits, policy)
-                if _missing_nbytes(longer, policy) <= most:
-                    return longer
-        return found
+        return _planned(run, tiers, limits, policy)
     least = dataclasses.replace(run, num_pages=run.least_pages)
     found, limit = _planned(least, tiers, limits, policy), limit_nbytes(limits.device_gib)
     pages = run.most_pages
