@@ -4,7 +4,8 @@
 
 Every row is quantized by `moejax.quantize`, read back at one width and scored in float32, in
 windows of 2048 tokens that do not overlap: each method by planes of the widths of `--planes`, and
-apart. Rows that the output has are passed over; with `--time_budget_s` the command ends with status
+apart (`--weights`: by planes alone, at those weights of the widest width). Rows that the output has
+are passed over; with `--time_budget_s` the command ends with status
 3 while there is more to do. Another model: `--checkpoint=RUN/model --label=study`.
 """
 
@@ -30,6 +31,7 @@ _WINDOWS = flags.DEFINE_integer("windows", 4, "windows that are scored, spread o
 _SAMPLES = flags.DEFINE_integer("samples", 32, "samples of calibration")
 _METHODS = flags.DEFINE_list("methods", list(METHODS), "methods of quantization")
 _PLANES = flags.DEFINE_string("planes", "2,4", "widths of bit planes")
+_WEIGHTS = flags.DEFINE_list("weights", [], "of the widest width, by planes alone; []: the default")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
 
 
@@ -37,7 +39,13 @@ def schemes() -> Iterator[tuple[str, dict[str, Any]]]:
     """Label and settings of every quantization."""
     planes = "planes" if _PLANES.value == "2,4" else f"planes {_PLANES.value}"
     for method in _METHODS.value:
-        yield f"methods | {method} | {planes}", {"method": method, "planes": _PLANES.value}
+        settings = {"method": method, "planes": _PLANES.value}
+        for weight in map(float, _WEIGHTS.value):
+            label = f"methods | {method} | {planes}, weight {weight:g}"
+            yield label, settings | {"plane_weight": weight}
+        if _WEIGHTS.value:
+            continue
+        yield f"methods | {method} | {planes}", settings
         for bits in (4, 2):
             yield f"methods | {method} | int{bits}", {"method": method, "bits": bits}
 
