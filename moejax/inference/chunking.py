@@ -115,8 +115,9 @@ class FixedSizes:
         A chunk longer than `MAX_PREFILL_LENGTH` was planned for experts that move: each chunk
         brings them anew, so that few long ones let others wait for less in all.
         """
-        sizes = (*RUNNING_CHUNKS[platform], longest if longest > MAX_PREFILL_LENGTH else 0)
-        chunks = {min(size, longest, context) for size in sizes if size}
+        chunks = {min(size, longest, context) for size in RUNNING_CHUNKS[platform]}
+        if longest > MAX_PREFILL_LENGTH:
+            chunks.add(min(longest, context))
         reads = {kv for kv in RUNNING_KV_LENGTHS[platform] if 2 * kv <= context} | {context}
         return cls(tuple(sorted(chunks)), tuple(sorted(reads)))
 
@@ -145,7 +146,6 @@ def longest_chunk(
     cache_length: int,
     planned: PlannedSizes | None = None,
     stores_scores: bool = True,
-    most: int = 0,
 ) -> int:
     """Positions of a prefill chunk, a power of two.
 
@@ -155,7 +155,6 @@ def longest_chunk(
     Args:
       stores_scores: False where attention takes no memory for them; a chunk whose tokens B T are at
         most `MAX_PREFILL_TOKENS` is then as good.
-      most: positions, where more than `MAX_PREFILL_LENGTH`; so may the planned chunk have.
     """
     most_tokens = planned._prefill_tokens if planned else 0
     row = 4 * batch_size * config.num_heads * cache_length
@@ -166,7 +165,7 @@ def longest_chunk(
         has_room |= not stores_scores and num_tokens <= MAX_PREFILL_TOKENS
         return has_room and (not most_tokens or num_tokens <= most_tokens)
 
-    longest = max(MAX_PREFILL_LENGTH, most, planned.chunk if planned else 0)
+    longest = max(MAX_PREFILL_LENGTH, planned.chunk if planned else 0)
     while longest > MIN_PREFILL_LENGTH and not fits(longest):
         longest //= 2
     return longest
@@ -184,7 +183,8 @@ def planned_chunks(
     stored = attention.stores_scores(config, itemsize, target)
     found = [min(cache_length, longest_chunk(config, batch_size, cache_length, None, stored))]
     if target.platform == "gpu":
-        most = longest_chunk(config, batch_size, cache_length, None, stored, most=MAX_MOVING_LENGTH)
+        longer = PlannedSizes(chunk=MAX_MOVING_LENGTH)
+        most = longest_chunk(config, batch_size, cache_length, longer, stored)
         while 2 * found[-1] <= min(most, cache_length):
             found.append(2 * found[-1])
     return tuple(found)

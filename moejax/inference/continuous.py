@@ -391,9 +391,7 @@ class ContinuousBatch:
         for is_plain in (True, False):
             self._take_programs(is_plain)
             for kv_length in self._sizes.kv_lengths:
-                for size in self._sizes.chunks:
-                    if size > max(kv_length, self._sizes.spare):  # a call that sees more runs it
-                        continue
+                for size in [size for size in self._sizes.chunks if size <= kv_length]:
                     start = max(0, kv_length - size)
                     self._runner.run_prompt_chunk(session, 0, [], [], [], start, size, 0, 0)
                 session.next_position = kv_length - 1

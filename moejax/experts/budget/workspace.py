@@ -37,9 +37,7 @@ def workspace_nbytes(
     Qwen3-30B at 4,096 slots; H200, jax 0.11.2, 2026-11-23).
 
     Compiled for an H100 without one (jax 0.11.2, 2026-11-21), prefill of Qwen3-30B and Mixtral
-    shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97. Chunks of 4,096
-    tokens, whose experts come in waves, took 0.79 to 0.90 (Qwen3-30B, Qwen3.6-35B and gpt-oss-120b,
-    2026-11-26).
+    shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97.
 
     Args:
       num_turns: arrays in which layers have their slots in turn (`TierBudget.banks`); where there
