@@ -275,13 +275,13 @@ class ConfigTest(parameterized.TestCase):
         ({"batches": (0,)}, "batches"), ({"batches": (1, 2000)}, "batches"),
         ({"budgets": (-1.0,)}, "budgets"), ({"runs": 0}, "runs=0 must be at least 1"),
         ({"new_tokens": 0}, "new_tokens"), ({"shape": "Qwen"}, "shape='Qwen' must be one of"),
-        ({"skew": "zipf:1"}, "skew is for random weights"),
+        ({"skew": "zipf:1"}, "has no effect without shape: give shape, or leave skew"),
         ({"shape": "tiny", "skew": "zipf"}, "uniform or zipf:S"),
         ({"shape": "tiny", "skew": "uniform", "trace": "x"}, "both say the routing"),
-        ({"shape": "tiny", "prompts": "x"}, "no tokenizer"),
+        ({"shape": "tiny", "prompts": "x"}, "prompts is of a checkpoint"),
         ({"shape": "tiny", "num_prompts": 6, "batches": (2, 4)}, "no multiple of batch 4"),
         ({"shape": "tiny", "mxfp4": True, "expert_rank": 8}, "in MXFP4 have no compensators"),
-        ({"shape": "tiny", "mxfp4": True, "bits": 3, "dense_rank": 8}, "a shape and fewer bits"),
+        ({"shape": "tiny", "mxfp4": True, "bits": 3, "dense_rank": 8}, "give fewer bits"),
         ({"output": "x.txt"}, "must end with one of"), ({"split": "words"}, "split"),
     )  # fmt: skip
     def test_what_is_refused(self, fields, said):

@@ -149,13 +149,13 @@ class CheckpointTest(Case):
         cases: list[tuple[dict[str, Any], str]] = [
             ({"prompts": bad}, r"bad.json, entry 0 \(id q7\): turn 0 needs"),
             ({"prompts": self.home / "none.txt"}, "there is no prompt file"),
-            ({"fidelity_share": 0.5}, "fidelity_share=0.5 compares a policy with the exact model"),
+            ({"fidelity_share": 0.5}, "fidelity_share=0.5 has no effect without policy.name"),
             ({"batches": "(0,)"}, "batches=.0,. must be numbers from 1"),
             ({"prompt_tokens": 250}, "250 prompt tokens and new_tokens=9 do not fit .* 256"),
             ({"shape": "tiny", "trace": self.home / "none.trace"}, "there is no trace"),
             ({"output": self.home / "no" / "x.json"}, "output .* lies in"),
             ({"shape": "tiny", "planes": "2,4"}, "planes=2,4 is read by a policy's tiers"),
-            ({"shift_every": 8}, "shift_every=8 is of a shape's made-up routing"),
+            ({"shift_every": 8}, "shift_every=8 has no effect without shape"),
             ({"output": rows}, "foreign.jsonl is there and holds no rows of results"),
             ({"checkpoint": self.home / "nothing"}, "nothing"),
         ]

@@ -139,7 +139,7 @@ class ConfigTest(parameterized.TestCase):
             ("dymoe", 0.5, False), ("", 0.5, True), ("", 0.0, False), ("", default, False),
         ):  # fmt: skip
             config = EvaluateConfig(policy=PolicyConfig(name=name), fidelity_share=share)
-            refused = self.assertRaisesRegex(MoejaxError, "the exact model: name policy.name")
+            refused = self.assertRaisesRegex(MoejaxError, "without policy.name: give policy.name")
             with refused if is_refused else contextlib.nullcontext():
                 config.check()
 
@@ -160,9 +160,9 @@ class ConfigTest(parameterized.TestCase):
         ({"stop": (5,)}, "must be a tuple of strings"),
         ({"top_k": True}, "top_k=True must be of type int"),
         ({"temperature": "hot"}, "temperature='hot' must be of type float"),
-        ({"record_importance": True}, "record_importance=True is of a trace, but none is recorded"),
-        ({"record_foreseen": 4}, "record_foreseen=4 is of a trace, but none is recorded: give rec"),
-        ({"fidelity_share": 0.5}, "fidelity_share=0.5 compares a policy with the exact model"),
+        ({"record_importance": True}, "record_importance=True has no effect without record_trace"),
+        ({"record_foreseen": 4}, "record_foreseen=4 has no effect without record_trace: give r"),
+        ({"fidelity_share": 0.5}, "fidelity_share=0.5 has no effect without policy.name"),
         ({"add_special_tokens": 1}, "add_special_tokens=1 must be of type bool"),
     )
     def test_wrong_values_are_named(self, values, said):

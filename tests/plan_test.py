@@ -408,7 +408,7 @@ class MainTest(PlanCase):
         self.assertEqual(tier.tier.expert_nbytes, 3 * 2048 * 96 * 4.25 / 8)  # 3 of 24 groups
 
     @parameterized.parameters(
-        ((), "planes=2,4 is for a shape"),
+        ((), "planes='2,4' has no effect without shape"),
         (("shape=Qwen3-30B-A3B", "policy.name=dynaexq", "policy.tiers=int4,int3"),
          "policy.tiers: int3 is none of the widths of planes=2,4"),
         (("shape=Qwen3-30B-A3B", "policy.name=dynaexq", "policy.tiers=mxfp4,int2"),

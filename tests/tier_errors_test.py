@@ -207,4 +207,4 @@ class TierErrorsTest(FolderTestCase):
         status, _, err = commands.run(
             generate.COMMAND, "--prompt=x", checkpoint=self.checkpoint, tier_errors="x"
         )
-        self.assertEqual((status, "tier_errors=x is of a policy's tiers" in err), (1, True), err)
+        self.assertEqual((status, "tier_errors='x' has no effect without" in err), (1, True), err)

@@ -1,6 +1,7 @@
 """Configuration of `python -m moejax.benchmark`."""
 
 import dataclasses
+import operator
 import re
 
 from moejax.config.commands import (
@@ -52,20 +53,24 @@ class BenchmarkConfig(RunConfig):
     mxfp4: bool = SHAPE_MXFP4
     planes: str = SHAPE_PLANES
     dense_rank: int = option(
-        0, "rank of INT3 compensators of a shape's packed attention and MLPs; 0: none", least=0
-    )
+        0, "rank of INT3 compensators of a shape's packed attention and MLPs; 0: none", least=0,
+        of=("shape",),
+    )  # fmt: skip
     expert_rank: int = option(
         0, "rank of INT3 compensators of a shape's packed experts, all on the device; 0: none",
-        least=0,
+        least=0, of=("shape",),
     )  # fmt: skip
-    trace: str = option("", "with a shape: a trace whose routing its decode steps replay")
+    trace: str = option(
+        "", "with a shape: a trace whose routing its decode steps replay", of=("shape",)
+    )
     skew: str = option(
         "", "routing of a shape without a trace: zipf:S (popularity of rank r is r^-S) or uniform; "
         "'': zipf:0.85 for Qwen3-30B-A3B, uniform for others, whose skew is not published",
+        of=("shape",),
     )  # fmt: skip
     shift_every: int = option(
         0, "decode steps after which a quarter of a layer's experts exchange their popularity, in "
-        "made-up routing; 0: it stays", least=0,
+        "made-up routing; 0: it stays", least=0, of=("shape",),
     )  # fmt: skip
     recall: float = option(
         0.85, "share of needed experts that prefetch predicts, for made-up routing", least=0, most=1
@@ -101,7 +106,7 @@ class BenchmarkConfig(RunConfig):
     fidelity_share: float = option(
         0.0, "share of some prompts' tokens in which a checkpoint's policy is compared with the "
         "exact model (KL), which is loaded last, under the largest budget; 0: none",
-        least=0, most=1,
+        least=0, most=1, of=("policy.name",),
     )  # fmt: skip
     context: int = option(0, "tokens that the KV cache holds; 0: what the requests need", least=0)
     memory: MemoryConfig = MEMORY
@@ -142,17 +147,10 @@ class BenchmarkConfig(RunConfig):
             raise MoejaxError(f"batches={self.batches} must be numbers from 1 to {MAX_BATCH}")
         if not self.budgets or not all(0 <= gib < 1e6 for gib in self.budgets):
             raise MoejaxError(f"budgets={self.budgets} must be 0 (no limit) or numbers of GiB")
-        if self.mxfp4 and not self.shape:
-            raise MoejaxError("mxfp4=True is for a shape: a checkpoint says its form itself")
-        if (self.planes and not (self.shape and self.policy.name)) or (self.planes and self.mxfp4):
+        if self.planes and (self.mxfp4 or not self.policy.name):
             raise MoejaxError(
                 f"planes={self.planes} is read by a policy's tiers of a shape in INT codes: name "
-                "shape, policy.name and policy.tiers, or leave it out"
-            )
-        if self.fidelity_share and (self.shape or not self.policy.name):
-            raise MoejaxError(
-                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model of "
-                "a checkpoint: name policy.name and a checkpoint, or leave it out"
+                "policy.name and policy.tiers, or leave it out"
             )
         for name in self.outputs():
             if not name.endswith(FORMATS):
@@ -172,42 +170,26 @@ class BenchmarkConfig(RunConfig):
             "expert_rank": self.bits < 16,
         }
         for name, is_packed in packed.items():
-            if getattr(self, name) and not (self.shape and is_packed):
+            if getattr(self, name) and not is_packed:
                 raise MoejaxError(
-                    f"{name}={getattr(self, name)} is of compensators of a shape's packed "
-                    "matrices: name a shape and fewer bits, or leave it out"
+                    f"{name}={getattr(self, name)} is of compensators of packed matrices: give "
+                    "fewer bits, or leave it out"
                 )
 
     def _check_routing(self) -> None:
         if not re.fullmatch(r"|uniform|zipf:\d+(\.\d*)?", self.skew):
             raise MoejaxError(f"skew={self.skew!r} must be uniform or zipf:S, such as zipf:1.1")
-        for name in ("trace", "skew"):
-            if getattr(self, name) and not self.shape:
-                raise MoejaxError(
-                    f"{name} is for random weights: name a shape, or leave it out (a checkpoint's "
-                    "routing is its own)"
-                )
-        if self.shift_every and (self.trace or not self.shape):
-            raise MoejaxError(
-                f"shift_every={self.shift_every} is of a shape's made-up routing: name a shape and "
-                "no trace, or leave it out"
-            )
-        if self.trace and self.skew:
-            raise MoejaxError("trace and skew both say the routing: leave one of them out")
+        for name in ("skew", "shift_every"):
+            if self.trace and getattr(self, name):
+                raise MoejaxError(f"trace and {name} both say the routing: leave one of them out")
         if not self.shape:
             return
         if self.layers > CONFIGS[self.shape].num_layers:
             most = CONFIGS[self.shape].num_layers
             raise MoejaxError(f"layers={self.layers} is more than the {most} of {self.shape}")
-        if self.prompts:
-            raise MoejaxError("a shape has no tokenizer for prompts: give prompt_tokens")
-        if self.read_bits:
-            raise MoejaxError(
-                f"read_bits={self.read_bits} is for a checkpoint of bit planes: give bits of the "
-                "shape, or leave it out"
-            )
-        if self.memory.disk_path:
-            raise MoejaxError("a shape has no files: leave memory.disk_path out")
+        for name in ("prompts", "read_bits", "memory.disk_path", "fidelity_share"):
+            if operator.attrgetter(name)(self):
+                raise MoejaxError(f"{name} is of a checkpoint: leave it or shape out")
         if wrong := [b for b in self.batches if self.num_prompts % b]:
             raise MoejaxError(
                 f"num_prompts={self.num_prompts} is no multiple of batch {wrong[0]}, and routing "

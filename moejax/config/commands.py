@@ -108,6 +108,7 @@ MESH = option(
 PROCESSES = option(
     "", "this process among several that run the same command on one mesh: HOST:PORT,NUMBER,INDEX, "
     "with the address of the first; auto: as the cluster's launcher says; '': it is alone",
+    of=("mesh",),
 )  # fmt: skip
 DTYPE = option(
     "auto", "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16"
@@ -130,12 +131,14 @@ BITS = option(
 ATTENTION_BITS = option(16, "bits of a shape's attention or delta rule", choices=SHAPE_BITS)
 SHARED_BITS = option(16, "bits of a shape's shared experts", choices=SHAPE_BITS)
 HEAD_BITS = option(16, "bits of a shape's head, if it is not the embedding", choices=SHAPE_BITS)
-SHAPE_MXFP4 = option(False, "a shape's experts are in MXFP4, whatever bits and group_size say")
+SHAPE_MXFP4 = option(
+    False, "a shape's experts are in MXFP4, whatever bits and group_size say", of=("shape",)
+)
 SHAPE_PLANES = option(
     "",
     "in place of bits, widths of bit planes of a shape's one copy, such as 2,4, from which its "
-    "tiers (int4,int2) are read; '': none",
-)
+    "tiers (int4,int2) are read; '': none", of=("shape",),
+)  # fmt: skip
 GROUP_SIZE = option(64, "inputs per scale in a packed shape", least=1)
 
 
@@ -147,24 +150,17 @@ class _RecordConfig(RunConfig):
         "", "a file for a trace of the routing, which moejax.sweep replays; '': none"
     )
     record_foreseen: int = option(
-        8, "predicted experts of the next layer in a trace, for prefetch; 0: none", least=0
-    )
+        8, "predicted experts of the next layer in a trace, for prefetch; 0: none", least=0,
+        of=("record_trace",),
+    )  # fmt: skip
     record_probabilities: bool = option(
-        False, "record every router's whole softmax, which some policies need"
-    )
+        False, "record every router's whole softmax, which some policies need",
+        of=("record_trace",),
+    )  # fmt: skip
     record_importance: bool = option(
-        False, "record the attention that a prompt's tokens receive, which dymoe needs"
-    )
-
-    def check(self) -> None:
-        """Checks the fields, as `RunConfig.check`."""
-        super().check()
-        for field in () if self.record_trace else dataclasses.fields(_RecordConfig):
-            if (value := getattr(self, field.name)) != field.default:
-                raise MoejaxError(
-                    f"{field.name}={value!r} is of a trace, but none is recorded: give "
-                    "record_trace=FILE, or leave it out"
-                )
+        False, "record the attention that a prompt's tokens receive, which dymoe needs",
+        of=("record_trace",),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,11 +204,11 @@ class GenerateConfig(_RecordConfig):
         0.0,
         "share of answer tokens in which --stats compares a policy with the exact model (KL); "
         "the exact model is loaded beside it under equal limits; 0: none",
-        least=0, most=1,
+        least=0, most=1, of=("policy.name",),
     )  # fmt: skip
     tier_errors: str = option(
         "", "a profile with tiers (moejax.profile_experts) by which --stats tells each layer's "
-        "error under a policy; '': the checkpoint's, if it has one",
+        "error under a policy; '': the checkpoint's, if it has one", of=("policy.name",),
     )  # fmt: skip
     seed: int = option(
         0,
@@ -249,21 +245,6 @@ class GenerateConfig(_RecordConfig):
     def check(self) -> None:
         """Checks fields but `platform` and `dtype`, which the engine checks (`RunConfig.check`)."""
         super().check()
-        if self.fidelity_share and not self.policy.name:
-            raise MoejaxError(
-                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model: "
-                "name policy.name, or leave it out"
-            )
-        if self.tier_errors and not self.policy.name:
-            raise MoejaxError(
-                f"tier_errors={self.tier_errors} is of a policy's tiers: name policy.name, or "
-                "leave it out"
-            )
-        if self.processes and not self.mesh:
-            raise MoejaxError(
-                f"processes={self.processes} share a mesh: give mesh, the number of all their "
-                "devices, or leave it out"
-            )
         if self.processes and self.record_trace:
             raise MoejaxError("record_trace takes one process: leave it or processes out")
         GenerationSettings.of(**self.request())
@@ -298,16 +279,8 @@ class PlanConfig(GenerateConfig):
     def check(self) -> None:
         """Checks the fields, as `RunConfig.check`."""
         super().check()
-        if self.planes and not self.shape:
-            raise MoejaxError(
-                f"planes={self.planes} is for a shape: a checkpoint says its planes itself, so "
-                "name a shape, or leave it out"
-            )
-        if self.mxfp4 and (self.planes or not self.shape):
-            raise MoejaxError(
-                "mxfp4=True is for a shape without planes: a checkpoint says its form itself, so "
-                "name a shape, or leave it out"
-            )
+        if self.mxfp4 and self.planes:
+            raise MoejaxError("mxfp4=True is for a shape without planes: leave one of them out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -436,7 +409,7 @@ class EvaluateConfig(_RecordConfig):
         0.05,
         "share of the windows in which a policy is compared with the exact model (KL), which is "
         "loaded beside it under equal limits; 0: none",
-        least=0, most=1,
+        least=0, most=1, of=("policy.name",),
     )  # fmt: skip
     output: str = option("", "a JSON file for the result; '': none")
     platform: str = PLATFORM
@@ -471,10 +444,4 @@ class EvaluateConfig(_RecordConfig):
     def check(self) -> None:
         """Checks the fields, as `RunConfig.check`."""
         super().check()
-        is_given = self.fidelity_share not in (0, EvaluateConfig.fidelity_share)
-        if is_given and not self.policy.name:
-            raise MoejaxError(
-                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model: "
-                "name policy.name, or leave it out"
-            )
         self.windowing().check()

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -31,10 +32,11 @@ def option(
     most: float = math.inf,
     choices: Collection[Any] = (),  # all values but the default; () for any
     needed: str = "",  # what a text must be that may not be empty
+    of: Sequence[str] = (),  # options without which any value but 0 or "" has no effect
 ) -> _T:
     """Declares a dataclass field with its `--help` line and what `RunConfig.check` allows."""
     metadata = {"help": meaning, "commas": commas, "kind": kind, "least": least, "most": most}
-    metadata |= {"choices": choices, "needed": needed}
+    metadata |= {"choices": choices, "needed": needed, "of": of}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -63,6 +65,13 @@ class RunConfig:
                 said += " and finite" if value == math.inf else ""
             if said:
                 raise MoejaxError(f"{field.name}={value!r} must be {said}")
+            lacking = [name for name in of["of"] if not operator.attrgetter(name)(self)]
+            if value and value != field.default and lacking:
+                said = " and ".join(lacking)
+                raise MoejaxError(
+                    f"{field.name}={value!r} has no effect without {said}: give {said}, or leave "
+                    f"{field.name} out"
+                )
 
     def moved(self, name: str) -> str:
         """Flag that replaces a field of an earlier version; "" for none."""
