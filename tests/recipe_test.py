@@ -153,8 +153,12 @@ class RecipeTest(FolderTestCase):
         how = {"default": default, "target": "compressed-tensors"}
         self.assert_refused(message, "take format=moejax", **how)
 
-    def test_what_gptq_files_cannot_hold(self):
-        self.assert_refused("packs 32 inputs or outputs at a time (N = 16, K = 32)", target="gptq")
+    @parameterized.parameters(
+        ("packs 32 inputs or outputs at a time (N = 16, K = 32)",),
+        ("has scales in float16 only", "*: method=none", "*.o_proj: method=rtn scale=float32"),
+    )
+    def test_what_gptq_files_cannot_hold(self, message, *rules):
+        self.assert_refused(message, rules=rules, target="gptq")
 
     def test_embedding_in_a_file_of_other_engines(self):
         rules = ["*: method=none", "embed: method=rtn"]

@@ -1,7 +1,8 @@
 """File formats of a quantized model: our own, and those of other engines.
 
 Of those, GPTQ version 2, with true zero points, and compressed-tensors, "pack-quantized": the
-readers in `moejax/checkpoints/formats` describe the layouts.
+readers in `moejax/checkpoints/formats` describe the layouts. `recipe.schemes` refuses what they
+cannot hold.
 """
 
 import re
@@ -18,10 +19,7 @@ from moejax.checkpoints.formats.gptq import parse_gptq
 from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.checkpoints.formats.manifest import Manifest, matrix_entry, quantization_config
 from moejax.checkpoints.formats.native import matrix_tensors, native_format
-from moejax.errors import MoejaxError
 from moejax.weights.qtensor import QTensor
-
-_EMBEDDING = "model.embed_tokens"
 
 
 class _ExportedKind(NamedTuple):
@@ -33,26 +31,15 @@ class _ExportedKind(NamedTuple):
 
 
 def _gptq_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
-    """Returns the tensors of the matrix PREFIX [N, K] in a GPTQ file.
-
-    MoejaxError, with all the reasons, where the format cannot hold it.
-    """
-    reasons = []
+    """Returns the tensors of a matrix PREFIX [N, K], of a scheme for GPTQ files, in such a file."""
+    codes, zeros = _codes(matrix), matrix.zeros
     scales = np.asarray(matrix.scales)
-    with np.errstate(over="ignore"):
-        halves = scales.astype(np.float16)
-    if not np.array_equal(halves.astype(np.float32), scales.astype(np.float32)):
-        reasons.append("scales that float16 does not hold exactly (scale=float16)")
-    for size, axis in zip(matrix.shape[-2:], ("outputs", "inputs"), strict=True):
-        if size % bitstream.WORD_BITS:
-            reasons.append(f"{size} {axis}, no multiple of {bitstream.WORD_BITS}")
-    codes, zeros = _codes_and_zeros(prefix, matrix, "gptq", reasons)
     if zeros is None:
         zeros = np.full(scales.shape, 2 ** (matrix.bits - 1), np.uint8)
     stored = {
         "qweight": bitstream.to_stream(codes, bits=matrix.bits).T,
-        "qzeros": bitstream.to_stream(zeros.T, bits=matrix.bits),
-        "scales": halves.T,
+        "qzeros": bitstream.to_stream(np.asarray(zeros).T, bits=matrix.bits),
+        "scales": scales.T,
         "g_idx": np.arange(matrix.num_inputs, dtype=np.int32) // np.int32(matrix.group_size),
     }
     return {f"{prefix}.{name}": np.ascontiguousarray(array) for name, array in stored.items()}
@@ -60,45 +47,23 @@ def _gptq_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
 
 def _compressed_tensors_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
     """Returns the tensors of a matrix in a compressed-tensors file; see `_gptq_tensors`."""
-    codes, zeros = _codes_and_zeros(prefix, matrix, "compressed-tensors", [])
     stored = {
-        "packed": bitstream.to_stream(codes, bits=matrix.bits),
+        "packed": bitstream.to_stream(_codes(matrix), bits=matrix.bits),
         "scale": np.asarray(matrix.scales),
         "shape": np.array(matrix.shape, np.int64),
     }
-    if zeros is not None:
-        stored["zero_point"] = bitstream.to_stream(zeros.T, bits=matrix.bits).T
+    if matrix.zeros is not None:
+        zeros = np.asarray(matrix.zeros).T
+        stored["zero_point"] = bitstream.to_stream(zeros, bits=matrix.bits).T
     return {
         f"{prefix}.weight_{name}": np.ascontiguousarray(array) for name, array in stored.items()
     }
 
 
-def _codes_and_zeros(
-    prefix: str, matrix: QTensor, form: str, own_reasons: list[str]
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Codes uint8[N, K] and zeros uint8[N, G], if any, of a matrix that both formats can hold."""
-    reasons = []
-    if matrix.ndim != 2:
-        reasons.append(f"a stack {matrix.shape}")
-    if matrix.compensators:
-        reasons.append("a low-rank compensator, which only the moejax format has")
-    if matrix.zero_kind == "float":
-        reasons.append("float zero points, where they have integers (zero=integer or symmetric)")
-    if matrix.num_inputs % matrix.group_size:
-        reasons.append(
-            f"a shorter last group (K = {matrix.num_inputs}, group_size {matrix.group_size})"
-        )
-    zeros = None if matrix.zeros is None else np.asarray(matrix.zeros)
-    if zeros is not None and zeros.dtype == np.uint8 and int(zeros.max()) >= 2**matrix.bits:
-        reasons.append(f"a zero point of {2**matrix.bits}, beyond {matrix.bits} bits")
-    if prefix == _EMBEDDING:
-        reasons.append("an embedding, where only linear layers can be quantized")
-    if matrix.permutation is not None:
-        reasons.append("an act-order")
-    if reasons := reasons + own_reasons:
-        raise MoejaxError(f"{form} cannot hold {prefix}: it has {'; '.join(reasons)}")
+def _codes(matrix: QTensor) -> np.ndarray:
+    """Codes uint8[N, K]."""
     words = np.asarray(matrix.words)
-    return bitstream.unpacked(words, bits=matrix.bits, num_codes=matrix.num_inputs), zeros
+    return bitstream.unpacked(words, bits=matrix.bits, num_codes=matrix.num_inputs)
 
 
 def _gptq_config(kinds: Mapping[str, _ExportedKind], plain: Collection[str]) -> dict[str, Any]:
