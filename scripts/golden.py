@@ -367,7 +367,7 @@ def _finish(tier: Any) -> None:
 
 
 def _reads(disk: Any) -> bool:
-    return disk is not None and bool(disk._arrived or disk._tickets or disk._uses is not None)
+    return disk is not None and bool(disk._arrived or disk._requests or disk._uses is not None)
 
 
 def differences(old: Any, new: Any, place: str = "") -> list[str]:

@@ -3,15 +3,15 @@
 Whatever waits, waits for seconds.
 """
 
+import concurrent.futures
 import contextlib
 import threading
-import time
 
 import jax
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.experts.disk_cache import _DiskReader, _State
+from moejax.experts.disk_cache import _DiskReader
 
 SECONDS = 20.0  # for what must happen
 MOMENT = 0.05  # for what must not
@@ -61,25 +61,11 @@ class SsdTestCase(parameterized.TestCase):
             self.resources.callback(source.gate.set)  # before the reader is closed
         return reader
 
-    def is_read(self, ticket, seconds=SECONDS):
-        """Whether a ticket is read, failed or cancelled within this time."""
-        end = time.monotonic() + seconds
-        while ticket.state in (_State.QUEUED, _State.READING) and time.monotonic() < end:
-            time.sleep(0.001)
-        return ticket.state not in (_State.QUEUED, _State.READING)
+    def is_read(self, request, seconds=SECONDS):
+        """Whether a request is read, failed or cancelled within this time."""
+        return bool(concurrent.futures.wait([request], seconds).done)
 
-    def finished(self, reader, count=1):
-        """Waits until `done` has returned `count` results, and returns them."""
-        found, end = [], time.monotonic() + SECONDS
-        while len(found) < count:
-            self.assertLess(time.monotonic(), end, "nothing more is finished")
-            found += reader.done()
-            time.sleep(0.001)
-        self.assertLen(found, count)
-        return found
-
-    def assert_value(self, source, ticket):
-        expected = source.value(*ticket.expert)
-        for array, part in zip(ticket.row, source.row, strict=True):
+    def assert_value(self, source, expert, row):
+        for array, part in zip(row, source.row, strict=True):
             self.assertEqual((array.shape, array.dtype), (part.shape, part.dtype))
-            self.assertTrue((array == expected).all(), (array, expected))
+            self.assertTrue((array == source.value(*expert)).all(), (array, expert))

@@ -17,7 +17,7 @@ from absl.testing import parameterized
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.experts import _TensorFiles, open_experts
 from moejax.errors import MoejaxError
-from moejax.experts.disk_cache import _DiskReader, _State, check_waiting
+from moejax.experts.disk_cache import _DiskReader, check_waiting
 from tests.quantized_stores import QWEN, Own
 from tests.random_checkpoints import empty_row
 from tests.ssd_source import MOMENT, PARTS, SECONDS, Source, SsdTestCase
@@ -28,16 +28,11 @@ class DiskReaderTest(SsdTestCase):
     def test_every_expert(self, ring_blocks):
         source = Source()
         reader = self.reader(source, ring_blocks=ring_blocks)
-        for index in np.ndindex(4, 8):
-            reader.request(index)
-        seen, end = [], time.monotonic() + SECONDS
-        while len(seen) < 32 and time.monotonic() < end:
-            for ticket in reader.done():
-                self.assertIsNone(ticket.error)
-                self.assert_value(source, ticket)
-                seen.append(ticket.expert)
-                reader.release(ticket)
-        self.assertEqual(seen, list(np.ndindex(4, 8)))
+        for expert, request in {of: reader.request(of) for of in np.ndindex(4, 8)}.items():
+            row = request.result(SECONDS)
+            self.assert_value(source, expert, row)
+            reader.release(row)
+        self.assertEqual(source.order, list(np.ndindex(4, 8)))
         counters = reader.counters
         self.assertEqual((counters.reads, counters.bytes), (32, 32 * source.row_nbytes))
         self.assertEqual((counters.errors, counters.retries), (0, 0))
@@ -45,71 +40,46 @@ class DiskReaderTest(SsdTestCase):
     def test_blocks_are_used_again_and_never_before_release(self):
         source = Source()
         reader = self.reader(source)
-        tickets = [reader.request((0, i)) for i in range(3)]
-        first, second = self.finished(reader, 2)
-        self.assertFalse(self.is_read(tickets[2], MOMENT))
-        self.assertEqual(tickets[2].state, _State.QUEUED)
-        self.assert_value(source, first)
-        block = first.row
-        reader.release(first)
-        (third,) = self.finished(reader)
-        self.assertIs(third.row[0], block[0])
-        self.assert_value(source, third)
-        self.assert_value(source, second)
+        first, second, third = (reader.request((0, i)) for i in range(3))
+        block, other = first.result(SECONDS), second.result(SECONDS)
+        self.assertFalse(self.is_read(third, MOMENT))
+        self.assert_value(source, (0, 0), block)
+        reader.release(block)
+        self.assertIs(third.result(SECONDS), block)
+        self.assert_value(source, (0, 2), block)
+        self.assert_value(source, (0, 1), other)
 
     def test_urgent_ones_come_first(self):
         source = Source()
         source.gate.clear()
         reader = self.reader(source, ring_blocks=8)
-        reader.request((0, 0))
+        found = [reader.request((0, 0))]
         self.assertTrue(source.began.acquire(timeout=SECONDS))
         for expert, urgent in ((1, False), (2, True), (3, False), (4, True)):
-            reader.request((0, expert), urgent=urgent)
+            found.append(reader.request((0, expert), urgent=urgent))
         source.gate.set()
-        self.finished(reader, 5)
+        self.assertTrue(all(map(self.is_read, found)))
         self.assertEqual([expert for _, expert in source.order], [0, 2, 4, 1, 3])
 
-    @parameterized.parameters("queued", "reading", "done", "delivered", "failed")
-    def test_cancel(self, state):
+    @parameterized.parameters("queued", "reading", "done", "failed")
+    def test_a_request_that_is_forgotten_gives_its_block_back(self, state):
         source = Source([OSError("disk")] if state == "failed" else [])
         reader = self.reader(source, ring_blocks=1, retries=0)
         if state in ("queued", "reading"):
             source.gate.clear()
-        if state == "queued":
             busy = reader.request((3, 3))
             self.assertTrue(source.began.acquire(timeout=SECONDS))
-        ticket = reader.request((0, 0))
-        if state == "reading":
-            self.assertTrue(source.began.acquire(timeout=SECONDS))
-        elif state != "queued":
-            self.assertTrue(self.is_read(ticket))
-        if state == "delivered":
-            self.finished(reader)
-        for _ in range(2):
-            self.assertEqual(reader.cancel(ticket), state != "delivered")
-        if state == "delivered":
-            reader.release(ticket)
-        self.assertEqual(ticket.state, _State.OVER)
+        request = busy if state == "reading" else reader.request((0, 0))
+        if state in ("done", "failed"):
+            self.assertTrue(self.is_read(request))
+        reader.forget(request)
         source.gate.set()
         if state == "queued":
-            self.assertEqual(self.finished(reader), [busy])
-            reader.release(busy)
-        other = reader.request((0, 1))  # in the only block
-        (found,) = self.finished(reader)
-        self.assertIs(found, other)
-        self.assert_value(source, found)
-
-    def test_release_twice_or_early(self):
-        reader = self.reader(Source())
-        ticket = reader.request((0, 0))
-        self.assertTrue(self.is_read(ticket))
-        with self.assertRaisesRegex(ValueError, "a ticket that is done"):
-            reader.release(ticket)
-        self.finished(reader)
-        reader.release(ticket)
-        self.assertIsNone(ticket.row)
-        with self.assertRaisesRegex(ValueError, "a ticket that is over"):
-            reader.release(ticket)
+            reader.release(busy.result(SECONDS))
+        row = reader.request((0, 1)).result(SECONDS)  # in the only block
+        self.assert_value(source, (0, 1), row)
+        self.assertEqual(source.order[-1], (0, 1))
+        self.assertEqual((0, 0) in source.order, state in ("done", "failed"))
 
     def test_a_ring_that_cannot_be_had(self):
         with (
@@ -139,8 +109,7 @@ class WaitingTest(SsdTestCase):
     def test_beside_a_stuck_ring(self):
         source = Source()
         reader = self.reader(source, ring_blocks=1)
-        reader.request((0, 0))
-        self.finished(reader)  # and never released
+        reader.request((0, 0)).result(SECONDS)  # and never released
         reader.request((0, 1))
         for array in reader._read_now((0, 2)):
             self.assertTrue((array == source.value(0, 2)).all())
@@ -175,25 +144,17 @@ class FaultTest(SsdTestCase):
     def test_tried_again(self, fault):
         source = Source([fault, None, fault, fault, None])
         reader = self.reader(source, retries=2)
-        for expert in (0, 1):
-            reader.request((0, expert))
-        for ticket in self.finished(reader, 2):
-            self.assertIsNone(ticket.error)
-            self.assert_value(source, ticket)
+        for request in [reader.request((0, expert)) for expert in (0, 1)]:
+            request.result(SECONDS)
         counters = reader.counters
         self.assertEqual((counters.reads, counters.retries, counters.errors), (2, 3, 0))
 
     def test_given_up_and_the_next_is_read(self):
         source = Source([OSError(5, "Input/output error")] * 3)
         reader = self.reader(source, ring_blocks=1, retries=2)
-        for expert in (0, 1):
-            reader.request((0, expert))
-        failed, read = self.finished(reader, 2)
-        self.assertIn("Input/output error", failed.error)
-        self.assertIsNone(failed.row)
-        self.assert_value(source, read)
-        reader.release(failed)
-        reader.release(read)
+        failed, read = (reader.request((0, expert)) for expert in (0, 1))
+        self.assertIn("Input/output error", str(failed.exception(SECONDS)))
+        self.assert_value(source, (0, 1), read.result(SECONDS))
         counters = reader.counters
         self.assertEqual((counters.reads, counters.retries, counters.errors), (1, 2, 1))
         self.assertEqual(counters.bytes, source.row_nbytes)
@@ -204,15 +165,13 @@ class FaultTest(SsdTestCase):
         reader = self.reader(source)
         slow = reader.request((0, 0))
         self.assertTrue(source.began.acquire(timeout=SECONDS))
-        queued = reader.request((0, 1))
+        reader.request((0, 1))
         start = time.monotonic()
         self.assertFalse(self.is_read(slow, MOMENT))
-        self.assertEqual(reader.done(), [])
         with self.assertLogs("absl", "WARNING") as logs:
             reader.close(MOMENT)
         self.assertLess(time.monotonic() - start, SECONDS / 2)
         self.assertIn("left behind", logs.output[0])
-        self.assertEqual(queued.state, _State.OVER)
         for call in (lambda: reader.request((0, 0)), lambda: reader._read_now((0, 0))):
             with self.assertRaisesRegex(ValueError, "is closed"):
                 call()
@@ -220,12 +179,11 @@ class FaultTest(SsdTestCase):
     def test_closing_ends_requests_and_the_thread(self):
         source = Source()
         reader = self.reader(source, ring_blocks=1)
-        reader.request((0, 0))
-        starving = reader.request((0, 1))  # nobody releases the block
-        self.finished(reader)
+        first, starving = (reader.request((0, i)) for i in range(2))
+        first.result(SECONDS)  # and nobody releases the block
         reader.close()
         reader.close()
-        self.assertEqual(starving.state, _State.OVER)
+        self.assertFalse(starving.done())
         self.assertFalse(reader._thread.is_alive())
 
     def test_a_retry_does_not_hold_up_closing(self):
@@ -257,27 +215,34 @@ class FaultTest(SsdTestCase):
         rng, lock = np.random.default_rng(0), threading.Lock()
         source = Flaky()
         reader = self.reader(source, ring_blocks=3, retries=1)
-        wrong, ended, cancelled = [], [], []
+        wrong, ended = [], []
+
+        def take(requests):
+            """Takes those that are done; others may wait for their blocks."""
+            for expert, request in [one for one in requests if one[1].done()]:
+                requests.remove((expert, request))
+                if (error := request.exception()) is None:
+                    row = request.result()
+                    wrong.extend(a for a in row if (a != source.value(*expert)).any())
+                    reader.release(row)
+                elif "disk" not in str(error):
+                    wrong.append(error)
+            time.sleep(0.0002)
 
         def call(seed):
-            own = np.random.default_rng(seed)
+            own, mine = np.random.default_rng(seed), []
             for _ in range(150):
-                layer, expert = int(own.integers(4)), int(own.integers(8))
-                ticket = reader.request((layer, expert), urgent=bool(own.random() < 0.3))
+                expert = int(own.integers(4)), int(own.integers(8))
+                mine.append((expert, reader.request(expert, urgent=bool(own.random() < 0.3))))
                 if own.random() < 0.3:
-                    cancelled.append(reader.cancel(ticket))
+                    reader.forget(mine.pop()[1])
                 if own.random() < 0.1:
                     with contextlib.suppress(MoejaxError):
-                        row = reader._read_now((layer, expert))
-                        wrong.extend(a for a in row if (a != source.value(layer, expert)).any())
-                for ticket in reader.done():
-                    if ticket.row is not None:
-                        value = source.value(*ticket.expert)
-                        wrong.extend(a for a in ticket.row if (a != value).any())
-                    elif "disk" not in ticket.error:
-                        wrong.append(ticket.error)
-                    reader.release(ticket)
-                time.sleep(0.0002)
+                        row = reader._read_now(expert)
+                        wrong.extend(a for a in row if (a != source.value(*expert)).any())
+                take(mine)
+            while mine:
+                take(mine)
             ended.append(seed)
 
         callers = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
@@ -290,12 +255,10 @@ class FaultTest(SsdTestCase):
         counters = reader.counters
         self.assertGreater(counters.reads, 50)
         self.assertGreater(counters.errors, 0)
-        self.assertTrue(any(cancelled))
-        # Nothing is lost: every request is read, and every block can be had again.
+        # Nothing is lost: every block can be had again.
         end = time.monotonic() + SECONDS
-        while (reader._queue or len(reader._free) < 3) and time.monotonic() < end:
-            for ticket in reader.done():
-                reader.release(ticket)
+        while len(reader._free) < 3 and time.monotonic() < end:
+            time.sleep(0.001)
         self.assertLen(reader._free, 3)
 
 
@@ -326,14 +289,13 @@ class CheckpointTest(SsdTestCase):
                 destination.reshape(-1).view(np.uint8)[3] ^= 4
 
         with mock.patch.object(_TensorFiles, "read", corrupt):
-            reader.request((1, 1))
-            (ticket,) = self.finished(reader)
+            request = reader.request((1, 1))
+            error = request.exception(SECONDS)
         counters = reader.counters
         self.assertEqual(counters.retries, 1)
         if num_corrupt == 1:
-            for found, array in zip(ticket.row, expected, strict=True):
+            for found, array in zip(request.result(), expected, strict=True):
                 np.testing.assert_array_equal(found, array)
             return
-        self.assertIsNone(ticket.row)
-        self.assertRegex(ticket.error, "expert 1 of sparse layer 1 is not what was read before")
+        self.assertRegex(str(error), "expert 1 of sparse layer 1 is not what was read before")
         self.assertEqual((counters.errors, counters.reads), (1, 0))

@@ -329,8 +329,8 @@ class DiskTest(TransfersTestCase):
         uses = np.zeros((4, 8), np.int32)
         uses[0, :3] = 9, 7, 8
         self.assertIsNone(disk.acquire((3, 3)))
-        ticket = disk._tickets[3, 3]
-        self.assertTrue(self.is_read(ticket))
+        request = disk._requests[3, 3]
+        self.assertTrue(self.is_read(request))
         self.assertFalse(self.step(disk, uses))
         self.assertFalse(self.step(disk, uses, ready=False))
         self.assertGreaterEqual(disk.row_of[0, 1], 0)
@@ -387,12 +387,12 @@ class DiskTest(TransfersTestCase):
 
         with mock.patch.object(self.source, "read", fails_in_the_ring):
             self.assertIsNone(disk.acquire((1, 4)))
-            ticket = disk._tickets[1, 4]
+            request = disk._requests[1, 4]
             disk.read(1, np.array([4]))  # a step cannot wait for the ring
             self.assertIsNotNone(disk.acquire((1, 4)))
             disk.release((1, 4))
             may_fail.set()
-            self.assertTrue(self.is_read(ticket))
+            self.assertTrue(self.is_read(request))
         for _ in range(5):
             self.step(disk, uses)
         self.assertEqual(disk.row_of[1, 4], 0)
@@ -408,8 +408,8 @@ class DiskTest(TransfersTestCase):
         disk.prefetch(experts)
         for _ in range(16):
             self.step(disk, uses)
-            for ticket in list(disk._tickets.values()):
-                self.assertTrue(self.is_read(ticket))
+            for request in list(disk._requests.values()):
+                self.assertTrue(self.is_read(request))
 
     def test_what_is_foreseen_is_read_ahead(self):
         disk = self.disk(6)  # of (0, 0) to (0, 5)
@@ -440,23 +440,23 @@ class DiskTest(TransfersTestCase):
         with mock.patch.object(self.source, "read", noted):
             disk.prefetch([(2, 1), (2, 2), (2, 3), (2, 4), (2, 5)])
             self.step(disk, uses)
-            self.assertEqual(list(disk._tickets), [(2, 1), (2, 2), (2, 3)])  # one place is left
+            self.assertEqual(list(disk._requests), [(2, 1), (2, 2), (2, 3)])  # one place is left
             self.assertIsNone(disk.acquire((3, 6)))
             self.assertIsNone(disk.acquire((2, 3)))  # was only foreseen: asked for anew
-            self.assertEqual(list(disk._tickets)[2:], [(3, 6), (2, 3)])
+            self.assertEqual(list(disk._requests)[2:], [(3, 6), (2, 3)])
             self.step(disk, uses)
-            self.assertLen(disk._tickets, 4)  # nothing more is read ahead
+            self.assertLen(disk._requests, 4)  # nothing more is read ahead
             self.source.gate.set()
             for _ in range(24):
                 self.step(disk, uses)
-                for ticket in list(disk._tickets.values()):
-                    self.assertTrue(self.is_read(ticket))
+                for request in list(disk._requests.values()):
+                    self.assertTrue(self.is_read(request))
         order.remove((2, 1))  # which the thread may have begun
         self.assertEqual(order[:3], [(3, 6), (2, 3), (2, 2)])
         for expert in ((2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (3, 6)):
             self.assert_row(disk, expert)
         self.assertEqual(disk.counts_since()["ahead"], 4)  # all but (3, 6) and (2, 3)
-        self.assertEqual((disk._tickets, disk._prefetches), ({}, {}))
+        self.assertEqual((disk._requests, disk._prefetches), ({}, {}))
 
     def test_a_failure_of_what_was_only_foreseen_is_nobodys(self):
         disk = self.disk(4, retries=0)  # of (0, 0) to (0, 3)

@@ -2,10 +2,10 @@
 
 `_DiskReader` reads in a thread, into a ring of blocks:
 
-    ticket = reader.request((layer, expert))
-    for ticket in reader.done():                   # between steps
-        ...                                        # ticket.row, or ticket.error says why not
-        reader.release(ticket)                     # the block may be written to again
+    request = reader.request((layer, expert))      # a future of the arrays in a block
+    if request.done():                             # between steps
+        row = request.result()                     # MoejaxError says why there are none
+        reader.release(row)                        # the block may be written to again
 
 An expert that cannot be read stays where it was. `DiskExperts` stands above it. Three ways lead
 here. A transfer asks for an expert (`DiskExperts.acquire`), which a thread reads
@@ -24,7 +24,6 @@ the row.
 import concurrent.futures
 import contextlib
 import dataclasses
-import enum
 import heapq
 import itertools
 import threading
@@ -45,25 +44,8 @@ from moejax.experts.transfer_programs import is_ready
 _FIRST_PAUSE_SECONDS = 0.01  # before the first retry; twice as long before each that follows
 
 
-class _State(enum.Enum):
-    """Progress of a request."""
-
-    QUEUED = "queued"
-    READING = "reading"
-    DONE = "done"  # its row is full, or `error` says why not; `done` has not returned it yet
-    DELIVERED = "delivered"  # `done` returned it
-    OVER = "over"  # released or cancelled: its block is another's
-
-
-@dataclasses.dataclass(eq=False)
-class _Ticket:
-    """A request. Its fields are for reading; they change under the reader's lock."""
-
-    expert: Expert
-    urgent: bool  # whether somebody waits for it
-    state: _State = _State.QUEUED
-    error: str | None = None  # why the expert could not be read
-    row: list[np.ndarray] | None = None  # its arrays in a block of the ring
+Row = list[np.ndarray]  # arrays of an expert
+Request = concurrent.futures.Future[Row]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -94,14 +76,14 @@ class _DiskReader:
         self.counters = Counters()
         with plain_memory_errors(ring_blocks * source.row_nbytes, "host memory"):
             self._free = [self._empty_row() for _ in range(ring_blocks)]
-        self._queue: list[tuple[bool, int, _Ticket]] = []  # a heap, urgent ones first
-        self._done: list[_Ticket] = []
+        # a heap, urgent ones first; those that were cancelled among them
+        self._queue: list[tuple[bool, int, Expert, Request]] = []
         self._numbers = itertools.count()
         self._closing = threading.Event()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def _empty_row(self) -> list[np.ndarray]:
+    def _empty_row(self) -> Row:
         return [np.empty(part.shape, part.dtype) for part in self.source.row]
 
     def count(self, **amounts: float) -> None:
@@ -110,7 +92,7 @@ class _DiskReader:
             for name, amount in amounts.items():
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
 
-    def request(self, expert: Expert, *, urgent: bool = False) -> _Ticket:
+    def request(self, expert: Expert, *, urgent: bool = False) -> Request:
         """Queues a read; ValueError once the reader is closed."""
         with self._changed:
             self._check_open()
@@ -118,46 +100,27 @@ class _DiskReader:
                 thread = threading.Thread(target=self._work, name="moejax-ssd", daemon=True)
                 thread.start()  # one that cannot be had is tried again with the next request
                 self._thread = thread
-            ticket = _Ticket(expert, urgent)
-            heapq.heappush(self._queue, (not urgent, next(self._numbers), ticket))
+            request = Request()
+            heapq.heappush(self._queue, (not urgent, next(self._numbers), expert, request))
             self._changed.notify_all()
-            return ticket
+            return request
 
-    def cancel(self, ticket: _Ticket) -> bool:
-        """Takes a request back, so that `done` does not return it.
+    def forget(self, request: Request) -> None:
+        """Takes a request back, before its row was: the block that it may have is freed."""
+        if not request.cancel():
+            request.add_done_callback(self._release_unread)
 
-        Returns:
-          False where it is too late: `done` has returned it, and who called that releases it.
-        """
+    def _release_unread(self, request: Request) -> None:
+        if request.exception() is None:
+            self.release(request.result())
+
+    def release(self, row: Row) -> None:
+        """Gives the block of a request's row back."""
         with self._changed:
-            if ticket.state in (_State.DELIVERED, _State.OVER):
-                return ticket.state is _State.OVER
-            if ticket.state is _State.QUEUED:
-                self._queue = [item for item in self._queue if item[-1] is not ticket]
-                heapq.heapify(self._queue)
-            elif ticket.state is _State.DONE:
-                self._done.remove(ticket)
-                self._free_block(ticket)
-            ticket.state = _State.OVER  # the block of one that is being read is freed by the thread
-            return True
+            self._free.append(row)
+            self._changed.notify_all()
 
-    def done(self) -> list[_Ticket]:
-        """Returns the reads finished since the last call, in order; each is to be released."""
-        with self._changed:
-            finished, self._done = self._done, []
-            for ticket in finished:
-                ticket.state = _State.DELIVERED
-            return finished
-
-    def release(self, ticket: _Ticket) -> None:
-        """Gives a delivered ticket's block back; ValueError in any other state."""
-        with self._changed:
-            if ticket.state is not _State.DELIVERED:
-                raise ValueError(f"a ticket that is {ticket.state.value} cannot be released")
-            self._free_block(ticket)
-            ticket.state = _State.OVER
-
-    def _read_now(self, expert: Expert) -> list[np.ndarray]:
+    def _read_now(self, expert: Expert) -> Row:
         """Reads an expert in the calling thread, to new arrays, whatever the queue holds.
 
         For a callback inside the step, which needs the expert before it can go on. MoejaxError
@@ -172,7 +135,7 @@ class _DiskReader:
         return row
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Ends the thread; requests that wait are cancelled. A second call does nothing.
+        """Ends the thread; requests that wait are never done. A second call does nothing.
 
         Args:
           timeout_seconds: for a read that is going on. A thread that is stuck in the operating
@@ -180,8 +143,6 @@ class _DiskReader:
         """
         with self._changed:
             self._closing.set()
-            for _, _, ticket in self._queue:
-                ticket.state = _State.OVER
             self._queue.clear()
             self._changed.notify_all()
         if self._thread is not None:
@@ -192,25 +153,26 @@ class _DiskReader:
                 )
 
     def _work(self) -> None:
-        while (ticket := self._next()) is not None:
-            assert ticket.row is not None
-            error = self._read(ticket.expert, ticket.row)
-            with self._changed:
-                if error is not None or ticket.state is _State.OVER:
-                    self._free_block(ticket)
-                if ticket.state is _State.READING:
-                    ticket.error, ticket.state = error, _State.DONE
-                    self._done.append(ticket)
+        while (found := self._next()) is not None:
+            expert, request, row = found
+            if (error := self._read(expert, row)) is not None:
+                self.release(row)
+                request.set_exception(MoejaxError(error))
+            else:
+                request.set_result(row)
 
-    def _next(self) -> _Ticket | None:
+    def _next(self) -> tuple[Expert, Request, Row] | None:
         """Waits for the next request and a block; None once the reader is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing.is_set() or (self._free and self._queue))
-            if self._closing.is_set():
-                return None
-            ticket = heapq.heappop(self._queue)[-1]
-            ticket.state, ticket.row = _State.READING, self._free.pop()
-            return ticket
+            while True:
+                self._changed.wait_for(
+                    lambda: self._closing.is_set() or (self._free and self._queue)
+                )
+                if self._closing.is_set():
+                    return None
+                _, _, expert, request = heapq.heappop(self._queue)
+                if request.set_running_or_notify_cancel():
+                    return expert, request, self._free.pop()
 
     def _read(self, expert: Expert, row: Sequence[np.ndarray]) -> str | None:
         """Fills a row; returns why it could not after all retries."""
@@ -219,7 +181,7 @@ class _DiskReader:
                 self.source.read(*expert, row)
                 error = None
                 break
-            except Exception as raised:  # a thread that dies would leave its ticket for ever
+            except Exception as raised:  # a thread that dies would leave its request for ever
                 error = f"{raised}" if isinstance(raised, MoejaxError) else f"{raised!r}"
             pause = _FIRST_PAUSE_SECONDS * 2**retries
             if retries == self._retries or self._closing.wait(pause):
@@ -230,12 +192,6 @@ class _DiskReader:
         self.count(retries=retries, errors=1)
         logging.error("expert %d of sparse layer %d was not read: %s", expert[1], expert[0], error)
         return error
-
-    def _free_block(self, ticket: _Ticket) -> None:
-        if ticket.row is not None:
-            self._free.append(ticket.row)
-            ticket.row = None
-            self._changed.notify_all()
 
     def _check_open(self) -> None:
         if self._closing.is_set():
@@ -264,8 +220,8 @@ def check_waiting(source: RowSource, device: jax.Device, name: str) -> None:
 class _PendingRow:
     """An expert that was read and has no row yet."""
 
-    parts: Sequence[np.ndarray]  # the bytes; they lie in the reader's ring where there is a ticket
-    ticket: _Ticket | None = None  # to be released; None where the bytes have memory of their own
+    parts: Row  # the bytes
+    in_ring: bool = False  # whether they lie in a block, to be released; else in their own memory
     is_wanted: bool = False  # whether a transfer asked for the bytes and has not read them yet
     is_acquired: bool = False  # whether a transfer is reading them
     row: int | None = None  # reserved for it; None where none is
@@ -379,7 +335,8 @@ class DiskExperts:
         self.failures, self.error = 0, ""
         self._counted = Counters()  # by the last `counts_since`
         self._arrived: dict[Expert, _PendingRow] = {}
-        self._tickets: dict[Expert, _Ticket] = {}
+        self._requests: dict[Expert, Request] = {}
+        self._ahead: set[Expert] = set()  # requests that nobody waits for
         self._failed: dict[Expert, str] = {}
         self._prefetches: dict[Expert, None] = {}  # in order; of which nothing was begun
         self._prefetched: set[Expert] = set()  # read ahead, and not asked for since
@@ -424,7 +381,7 @@ class DiskExperts:
         parts = self.reader._read_now(expert)
         copy_row(into, parts)
         with self._lock:
-            kept = sum(pending.ticket is None for pending in self._arrived.values())
+            kept = sum(not pending.in_ring for pending in self._arrived.values())
             if self.cache is not None and kept < self._most_kept and not self._has(expert):
                 self._arrived[expert] = _PendingRow(parts)
 
@@ -471,8 +428,8 @@ class DiskExperts:
                 return pending.parts
             if (error := self._failed.pop(expert, None)) is not None:
                 raise MoejaxError(error)
-            if expert not in self._tickets and len(self._tickets) < self._most_ahead:
-                self._tickets[expert] = self.reader.request(expert, urgent=True)
+            if expert not in self._requests and len(self._requests) < self._most_ahead:
+                self._requests[expert] = self.reader.request(expert, urgent=True)
             return None
 
     def release(self, expert: Expert) -> None:
@@ -526,49 +483,45 @@ class DiskExperts:
     def _withdraw(self, expert: Expert) -> None:
         """Cancels a request that nobody waits for; its failure is not reported."""
         self._failed.pop(expert, None)
-        ticket = self._tickets.get(expert)
-        if ticket is not None and self.reader.cancel(ticket):
-            del self._tickets[expert]
+        if (request := self._requests.pop(expert, None)) is not None:
+            self.reader.forget(request)
 
     def _collect(self) -> None:
         """Takes what the reader has finished."""
-        for ticket in self.reader.done():
-            expert = ticket.expert
-            is_open = self._tickets.get(expert) is ticket
-            if is_open:
-                del self._tickets[expert]
-            if ticket.row is None:
-                if is_open and ticket.urgent:
-                    self._failed[expert] = ticket.error or "it was not read"
-                self.reader.release(ticket)
+        for expert in [expert for expert, of in self._requests.items() if of.done()]:
+            request, is_ahead = self._requests.pop(expert), expert in self._ahead
+            self._ahead.discard(expert)
+            if (error := request.exception()) is not None:
+                if not is_ahead:
+                    self._failed[expert] = str(error)
             elif self._has(expert):
-                self.reader.release(ticket)  # a step has read it meanwhile
+                self.reader.release(request.result())  # a step has read it meanwhile
             else:
-                self._arrived[expert] = _PendingRow(ticket.row, ticket, is_open and ticket.urgent)
-                if is_open and not ticket.urgent:
+                self._arrived[expert] = _PendingRow(request.result(), True, not is_ahead)
+                if is_ahead:
                     self.reader.count(ahead=1)
                     self._prefetched.add(expert)
 
     def _read_ahead(self) -> None:
         """Requests experts to prefetch while nobody waits; leaves one block free."""
-        if any(ticket.urgent for ticket in self._tickets.values()):
+        if self._requests.keys() - self._ahead:
             return
         most = max(1, self._most_ahead - 1)
-        most -= sum(pending.ticket is not None for pending in self._arrived.values())
-        while self._prefetches and len(self._tickets) < most:
+        most -= sum(pending.in_ring for pending in self._arrived.values())
+        while self._prefetches and len(self._requests) < most:
             expert = next(iter(self._prefetches))
             del self._prefetches[expert]
-            if not (self._has(expert) or expert in self._tickets):
-                self._tickets[expert] = self.reader.request(expert)
+            if not (self._has(expert) or expert in self._requests):
+                self._requests[expert] = self.reader.request(expert)
+                self._ahead.add(expert)
 
     def _count_use(self, expert: Expert) -> None:
         """Counts a use of an expert that may have been read ahead."""
         self._prefetches.pop(expert, None)
-        ticket = self._tickets.get(expert)
-        if ticket is not None and not ticket.urgent:  # where it has not begun it is asked anew
-            ticket.urgent = True
-            if ticket.state is _State.QUEUED and self.reader.cancel(ticket):
-                del self._tickets[expert]
+        if expert in self._ahead:  # where it has not begun it is asked anew
+            self._ahead.discard(expert)
+            if self._requests[expert].cancel():
+                del self._requests[expert]
         if expert in self._prefetched:
             self._prefetched.discard(expert)
             self.reader.count(ahead_used=self._has(expert))
@@ -613,5 +566,5 @@ class DiskExperts:
 
     def _drop(self, expert: Expert) -> None:
         pending = self._arrived.pop(expert)
-        if pending.ticket is not None:
-            self.reader.release(pending.ticket)
+        if pending.in_ring:
+            self.reader.release(pending.parts)
