@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.files.whole import write_whole
 from moejax.models.config import ModelConfig, leaf_dtype
 from moejax.models.hf.config import to_hf_config
-from moejax.models.hf.names import Placement, placements, published_spelling
+from moejax.models.hf.names import placements, published_spelling
 
 _CONFIG_FILE = "config.json"
 _NEW = ".new"  # ends the names of weights until all are written
@@ -72,44 +73,23 @@ def _write_shards(
 ) -> list[str]:
     """Writes the weights beside their places, with an index of several files; returns the names."""
     host = {leaf: np.asarray(weight) for leaf, weight in weights.items()}
-    shards = _shards(config, dtype, max_shard_bytes)
-    ids = range(1, len(shards) + 1)
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in ids]
-    if len(shards) == 1:
-        names = [WEIGHTS_FILE]
-    for name, shard in zip(names, shards, strict=True):
-        tensors = {
-            p.name: np.ascontiguousarray(
-                p.rows(host[p.leaf][p.index]), leaf_dtype(p.leaf, dtype)
-            ).reshape(p.shape)
-            for p in shard
-        }
-        write_safetensors(directory / (name + _NEW), dict(sorted(tensors.items())))
-    if len(shards) == 1:
+    placed = {p.name: p for p in placements(config, published_spelling(config.family))}
+    split = split_state_dict_into_shards_factory(
+        placed, max_shard_size=max_shard_bytes, filename_pattern="model{suffix}.safetensors",
+        get_storage_size=lambda p: math.prod(p.shape) * leaf_dtype(p.leaf, dtype).itemsize,
+    )  # fmt: skip
+    for name, own in split.filename_to_tensors.items():
+        tensors = {}
+        for p in (placed[tensor] for tensor in sorted(own)):
+            rows = p.rows(host[p.leaf][p.index])
+            tensors[p.name] = np.ascontiguousarray(rows, leaf_dtype(p.leaf, dtype)).reshape(p.shape)
+        write_safetensors(directory / (name + _NEW), tensors)
+    names = list(split.filename_to_tensors)
+    if not split.is_sharded:
         return names
-    weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for p in shard}
-    num_bytes = sum(_num_bytes(p, dtype) for shard in shards for p in shard)
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     write_whole(directory / (INDEX_FILE + _NEW), _json(index))
     return [*names, INDEX_FILE]
-
-
-def _shards(config: ModelConfig, dtype: np.dtype, max_shard_bytes: int) -> list[list[Placement]]:
-    """The tensors, in the order of the layers, in files of bounded size."""
-    shards: list[list[Placement]] = [[]]
-    filled_bytes = 0
-    for placement in placements(config, published_spelling(config.family)):
-        num_bytes = _num_bytes(placement, dtype)
-        if shards[-1] and filled_bytes + num_bytes > max_shard_bytes:
-            shards.append([])
-            filled_bytes = 0
-        shards[-1].append(placement)
-        filled_bytes += num_bytes
-    return shards
-
-
-def _num_bytes(placement: Placement, dtype: np.dtype) -> int:
-    return math.prod(placement.shape) * leaf_dtype(placement.leaf, dtype).itemsize
 
 
 def _json(fields: Mapping[str, Any]) -> bytes:
