@@ -5,6 +5,7 @@ from typing import ClassVar
 import numpy as np
 from absl.testing import parameterized
 
+from moejax.policies.buddy_lists import BuddyLists
 from scripts.studies.quality import buddymoe as quality_buddymoe
 from scripts.studies.quality import cases, dymoe, dynaexq
 from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_MET, NOT_SHOWN, Claim, Comparison
@@ -41,6 +42,14 @@ class VerdictTest(parameterized.TestCase):
             ([], NOT_MEASURED),
         ):
             self.assertEqual(cases.verdict(claim(*pairs), self.nats)[0], expected)
+
+    def test_reordered_lists_hold_the_same_buddies(self):
+        lists = BuddyLists(
+            np.array([[[3, 1, -1], [2, -1, -1]]]), np.array([[[0.6, 0.4, 0], [1, 0, 0]]])
+        )
+        found = quality_buddymoe.reordered(lists, np.array([[[5.0, 2, 1], [0, 7, 0]]]))
+        np.testing.assert_array_equal(found.ids, [[[1, 3, -1], [2, -1, -1]]])
+        np.testing.assert_array_equal(found.q, lists.q)
 
     def test_every_bar_names_rows_of_its_sections(self):
         claims = (*dynaexq.CLAIMS, *dymoe.claims(7), *quality_buddymoe.CLAIMS)

@@ -1,9 +1,11 @@
 """BuddyMoE's Tables 2 to 4: what buddies lose, by lists of other text than is scored.
 
 The experts that other text uses most are resident. At each setting the pairs that buddies replace
-are also given to random experts ("random at equal pairs") and to the most used one that is free
-("popularity", the null of co-activation). Pairs without a buddy are exact. "decode, prefetch" steps
-token by token: the router looks ahead, and what it foresaw wrongly is replaced.
+are also given to random experts ("random at equal pairs"), and to the same buddies in another
+order: the most used first ("by use", the null of co-activation), and "shuffled". (Rows until
+2026-11-26 have "popularity", lists of the most used experts, which replaced more pairs.) Pairs
+without a buddy are exact. "decode, prefetch" steps token by token: the router looks ahead, and what
+it foresaw wrongly is replaced.
 """
 
 import dataclasses
@@ -79,17 +81,10 @@ def of_origin(lists: BuddyLists, origins: int, *, same: bool) -> BuddyLists:
     return BuddyLists(ids, q)
 
 
-def by_popularity(lists: BuddyLists, activations: np.ndarray) -> BuddyLists:
-    """Lists of equal lengths whose entries are the most used experts, the best first."""
-    order = np.argsort(-activations, axis=1, kind="stable")
-    num_layers, num_experts, _ = lists.ids.shape
-    ids, q = np.full(lists.ids.shape, -1, np.int32), np.zeros(lists.q.shape, np.float32)
-    sizes = lists.sizes()
-    for layer, expert in np.ndindex(num_layers, num_experts):
-        others = [e for e in order[layer] if e != expert][: sizes[layer, expert]]
-        ids[layer, expert, : len(others)] = others
-        q[layer, expert, : len(others)] = np.linspace(1, 0.5, len(others))
-    return BuddyLists(ids, q)
+def reordered(lists: BuddyLists, key: np.ndarray) -> BuddyLists:
+    """Lists of the same buddies, that of the least `key`, float[M, E, places], first."""
+    order = np.argsort(np.where(lists.ids >= 0, key, np.inf), axis=-1, kind="stable")
+    return BuddyLists(np.take_along_axis(lists.ids, order, axis=-1), lists.q)
 
 
 def activity_of(model: Model, windows: Windows) -> ExpertActivity:
@@ -136,12 +131,7 @@ class Runs:
     def replaced(
         self, rate: float, name: str, source: str, part: str, how: dict[str, Any]
     ) -> Iterator[Point]:
-        """Buddies, and random and most used experts for the same pairs."""
-        kinds: dict[str, tuple[Callable[..., BuddyMoe], str]] = {
-            "": (BuddyMoe, "buddies"),
-            ", random at equal pairs": (MatchedRandom, "buddies"),
-            ", popularity": (BuddyMoe, "popularity"),
-        }
+        """Buddies, random experts for the same pairs, and the same buddies in other orders."""
         for windows in self.subject.both:
             found = self.profile(windows.name, source)
             lists = found.lists
@@ -151,10 +141,16 @@ class Runs:
             gains = found.gains if given.pop("gains", False) else None
             if "tae_tau" in given:
                 given["tae_tau"] = found.tau
-            for suffix, (make, order) in kinds.items():
-                used = lists
-                if order == "popularity":
-                    used = by_popularity(lists, np.asarray(found.activity.activations))
+            layers = np.arange(len(lists.ids))[:, None, None]
+            use = np.asarray(found.activity.activations)[layers, lists.ids]
+            shuffled = reordered(lists, np.random.default_rng(0).random(lists.ids.shape))
+            kinds: dict[str, tuple[Callable[..., BuddyMoe], BuddyLists]] = {
+                "": (BuddyMoe, lists),
+                ", random at equal pairs": (MatchedRandom, lists),
+                ", by use": (BuddyMoe, reordered(lists, -use)),
+                ", shuffled": (BuddyMoe, shuffled),
+            }
+            for suffix, (make, used) in kinds.items():
                 policy = make(
                     lists=used, gains=gains if not suffix else None, background_bytes=0.0, **given
                 )
@@ -239,9 +235,9 @@ CLAIMS = (
         "fewer nats for the same pairs, rho 3", tests_of("rho 3", "rho 3, random at equal pairs"),
     ),
     Claim(
-        "buddymoe", "co-activation tells more than popularity", "ours (null of 3.2)",
-        "fewer nats than lists of the most used experts, rho 3",
-        tests_of("rho 3", "rho 3, popularity"),
+        "buddymoe", "co-activation tells more than use", "ours (null of 3.2)",
+        "fewer nats than the same buddies, the most used first, rho 3",
+        tests_of("rho 3", "rho 3, by use"),
     ),
     Claim(
         "buddymoe", "buddies are better than leaving the expert out", "ours",
@@ -254,6 +250,14 @@ CLAIMS = (
         tests_of(
             "outputs, rho 3, buddies of other origin",
             "outputs, rho 3, buddies of other origin, random at equal pairs",
+        ),
+    ),
+    Claim(
+        "buddymoe", "outputs tell which experts of another origin are alike", "ours",
+        "without buddies of the same origin those by outputs lose fewer nats than in random order",
+        tests_of(
+            "outputs, rho 3, buddies of other origin",
+            "outputs, rho 3, buddies of other origin, shuffled",
         ),
     ),
     Claim(

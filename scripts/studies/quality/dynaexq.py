@@ -3,7 +3,8 @@
 Every choice warms up on text of the same kind that is not scored. "static" is a fair null: the
 experts that this text uses most, which then stay; "random" and "first" know nothing. A static
 choice warms up in high precision, but for one expert of a layer, and is asked two steps before the
-end, so that its transfers arrive. (Rows until 2026-11-26: in low precision, by 2,560 tokens.)
+end, so that its transfers arrive. That of all texts of the shift reads them in turn, window by
+window. (Rows until 2026-11-26: text after text, which weighs the first one, prose, least.)
 """
 
 import dataclasses
@@ -44,10 +45,9 @@ def _uniform(subject: Subject, tier: str) -> Iterator[Point]:
         yield point(windows, f"uniform {tier}", 0, subject.uniform(tier, windows))
 
 
-def _static(texts: Sequence[Windows], batch: int) -> dict[str, Any]:
-    """Settings of a choice by the use of texts, asked once, two steps before their end."""
-    tokens = sum(text.num_targets for text in texts)
-    last = 2 * batch * (texts[0].tokens.shape[1] - 1)
+def _static(text: Windows, batch: int) -> dict[str, Any]:
+    """Settings of a choice by the use of a text, asked once, two steps before its end."""
+    tokens, last = text.num_targets, 2 * batch * (text.tokens.shape[1] - 1)
     return {"period": NEVER, "alpha": 1 - 1 / tokens, "warmup": max(1, tokens - last)}
 
 
@@ -64,7 +64,7 @@ def _shares(subject: Subject, pair: tuple[str, str], choice: str) -> Iterator[Po
             for seed in CHOICES[choice]:
                 others = subject.others[windows.name]
                 if choice == "static":
-                    given = how | _static([others], BATCH)
+                    given = how | _static(others, BATCH)
                 else:
                     given = how | {"choice": choice, "period": PERIOD, "seed": seed}
                 policy = DynaExq(**given, n_hot=subject.part(share))
@@ -96,14 +96,15 @@ def _segments_uniform(subject: Subject, tier: str) -> Iterator[Point]:
 def _segments(subject: Subject, name: str) -> Iterator[Point]:
     num_experts, count = subject.num_experts, subject.part(SHIFT_SHARE)
     warm = _parts(subject, scored=False)
-    texts = list(warm.values()) if name == "static of all" else [warm["books"]]
+    parts = list(warm.values()) if name == "static of all" else [warm["books"]]
+    tokens = np.stack([part.tokens for part in parts], axis=1)  # in turn, as scores fade
+    text = dataclasses.replace(parts[0], tokens=tokens.reshape(-1, tokens.shape[-1]))
     is_static = name != "dynaexq"
-    how: dict[str, Any] = _static(texts, 1) if is_static else {"period": SHIFT_PERIOD}
+    how: dict[str, Any] = _static(text, 1) if is_static else {"period": SHIFT_PERIOD}
     policy = DynaExq(**how, n_hot=count, max_requests=512)
     served = Served(subject.model, policy, ("int4", "int2"), (num_experts - 1, num_experts))
     served.begin(policy, (None if is_static else subject.none_held(), None))
-    for text in texts:
-        served.run(text, 1)
+    served.run(text, 1)
     for windows in _parts(subject, scored=True).values():
         runs = [
             served.run(dataclasses.replace(windows, tokens=row[None]), 1) for row in windows.tokens

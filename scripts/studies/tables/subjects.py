@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from scripts.studies.quality import cases
-from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_SHOWN, Claim, verdict
+from scripts.studies.quality.cases import NOT_MEASURED, NOT_SHOWN, Claim, verdict
 from scripts.studies.quality.task_cases import TASKS, wrong_of
 from scripts.studies.tables.paper import Runs, markdown_table
 from scripts.studies.tables.rows import Found, Results
@@ -43,19 +43,19 @@ def by_document(results: Results) -> dict[str, Measured]:
 
 def claims(
     found: Mapping[str, Measured], runs: Runs, bars: Sequence[Claim], unit: str,
-    doubts: Mapping[str, str],
+    doubts: Mapping[str, tuple[str, str]],
 ) -> tuple[list[list[str]], list[str]]:  # fmt: skip
     """Rows of a table of claims, and the bars that lack rows, in words with what is known.
 
     Args:
       unit: of what is compared, such as "Nats a token".
-      doubts: why tests that are met show nothing, by what their claim says.
+      doubts: a verdict of tests, and why it shows nothing, by what their claim says.
     """
     judged, missing = [], []
     for bar in bars:
         names = [row for test in bar.tests for _, row in test.terms]
         if all(name in found for name in names):
-            judged.append(_judged(found, runs, bar, unit, doubts.get(bar.said, "")))
+            judged.append(_judged(found, runs, bar, unit, doubts.get(bar.said, ("", ""))))
         else:
             values = {name: one.values for name, one in found.items()}
             known = [(test, one) for test in bar.tests if (one := cases.judge(test, values))]
@@ -73,15 +73,16 @@ def _told(test: cases.Comparison, one: cases.Outcome) -> str:
 
 
 def _judged(
-    found: Mapping[str, Measured], runs: Runs, bar: Claim, unit: str, doubt: str
+    found: Mapping[str, Measured], runs: Runs, bar: Claim, unit: str, doubt: tuple[str, str]
 ) -> list[str]:
     of, outcomes = verdict(bar, {name: one.values for name, one in found.items()})
     tests = [_told(test, one) for test, one in zip(bar.tests, outcomes, strict=True)]
     above = f"{unit} above it, ± a standard error: {'; '.join(tests)}"
     rows = [row for test in bar.tests for _, name in test.terms for row in found[name].rows]
     said = f"{NAMES[STUDY]}; {bar.bar}. {above} {runs.cite(*rows)}"
-    if doubt and MET in [one.verdict for one in outcomes]:
-        said, of = f"{said}; {doubt}", NOT_SHOWN if of == MET else of
+    doubted, why = doubt
+    if doubted in [one.verdict for one in outcomes]:
+        said, of = f"{said}; {why}", NOT_SHOWN if of == doubted else of
     return [bar.said, bar.where, said, of]
 
 
