@@ -262,7 +262,6 @@ def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[
 
 NEVER = np.int32(2**31 - 1)
 _BLOCK_BYTES = 2**26  # of the next uses of the layers that run side by side
-MAX_SEARCHED = 32  # steps that need more experts of a layer sort instead of searching
 
 
 class _Needed(NamedTuple):
@@ -297,21 +296,18 @@ def _most_hits(masks: np.ndarray, is_decode: np.ndarray, slots: jax.Array) -> _N
     Prefetch moves a miss to an earlier time, not away: the bytes are a bound for it too. Masks are
     those of `_needed_experts`, of fewer than 2^31 / E steps; slots are int32[K].
     """
-    counts = masks.sum(axis=2).max(axis=1)
-    narrow = counts <= MAX_SEARCHED
     num_steps, num_layers, num_experts = masks.shape
     block, parts = max(1, _BLOCK_BYTES // (4 * num_steps * num_experts)), []
     for first in range(0, num_layers, block):
         some = masks[:, first : first + block]
-        steps = jax.tree.map(jnp.asarray, (some, _next_uses(some), is_decode, ~narrow))
-        most = int(counts[narrow].max(initial=1))
-        parts.append(_scan(steps, slots, most=most, sorts=not narrow.all()))
+        steps = jax.tree.map(jnp.asarray, (some, _next_uses(some), is_decode))
+        parts.append(_scan(steps, slots))
     return jax.tree.map(lambda *of: jnp.concatenate(of, axis=1), *parts)
 
 
-@functools.partial(jax.jit, static_argnames=("most", "sorts"))
-def _scan(steps: tuple[jax.Array, ...], slots: jax.Array, *, most: int, sorts: bool) -> _Needed:
-    """Runs Belady's cache; without `sorts` no branch makes a GPU's program wait for the host."""
+@jax.jit
+def _scan(steps: tuple[jax.Array, ...], slots: jax.Array) -> _Needed:
+    """Runs Belady's cache."""
     _, num_layers, num_experts = steps[0].shape
     stride = 1 << (num_experts - 1).bit_length()
     last = NEVER // stride - 1
@@ -322,21 +318,14 @@ def _scan(steps: tuple[jax.Array, ...], slots: jax.Array, *, most: int, sorts: b
         carry: tuple[jax.Array, _Needed], now: tuple[jax.Array, ...]
     ) -> tuple[tuple[jax.Array, _Needed], None]:
         held, so_far = carry  # bool[M, E, K]
-        mask, uses, decodes, is_wide = now
+        mask, uses, decodes = now
         # Unequal for each expert, so that a bound tells those who stay; NEVER goes first.
         order = (jnp.minimum(uses, last) * stride + expert[None])[:, :, None]
         hits = (held & mask[:, :, None]).sum(axis=1, dtype=jnp.int32)
         candidates = held | mask[:, :, None]
         excess = candidates.sum(axis=1, dtype=jnp.int32) - slots[None]
         ranked = jnp.where(candidates, order, -1)
-        if sorts:
-            bound = jax.lax.cond(
-                is_wide,
-                lambda: _bound_by_sorting(ranked, excess),
-                lambda: _bound_by_search(ranked, excess, most),
-            )
-        else:
-            bound = _bound_by_search(ranked, excess, most)
+        bound = _bound(ranked, excess)
         held = candidates & (order < bound[:, None])
         phase = decodes.astype(jnp.int32)
         count = jnp.broadcast_to(mask.sum(axis=1, dtype=jnp.int32)[:, None], hits.shape)
@@ -348,17 +337,11 @@ def _scan(steps: tuple[jax.Array, ...], slots: jax.Array, *, most: int, sorts: b
     return jax.lax.scan(step, start, steps)[0][1]
 
 
-def _bound_by_search(ranked: jax.Array, excess: jax.Array, most: int) -> jax.Array:
-    """Finds the excess-th largest, int32[M, K], of at most `most`; NEVER for none."""
-    bound = below = jnp.full(excess.shape, NEVER)
-    for i in range(most):
-        below = jnp.where(ranked < below[:, None], ranked, -1).max(axis=1)
-        bound = jnp.where(i < excess, below, bound)
-    return bound
+def _bound(ranked: jax.Array, excess: jax.Array) -> jax.Array:
+    """Finds the excess-th largest of axis 1, int32[M, K]; NEVER for none."""
 
+    def below(i: jax.Array, bound: jax.Array) -> jax.Array:
+        next_one = jnp.where(ranked < bound[:, None], ranked, -1).max(axis=1)
+        return jnp.where(i < excess, next_one, bound)
 
-def _bound_by_sorting(ranked: jax.Array, excess: jax.Array) -> jax.Array:
-    falling = -jnp.sort(-ranked, axis=1)
-    place = jnp.clip(excess - 1, 0, ranked.shape[1] - 1)[:, None]
-    found = jnp.take_along_axis(falling, place, axis=1)[:, 0]
-    return jnp.where(excess > 0, found, NEVER)
+    return jax.lax.fori_loop(0, excess.max(), below, jnp.full(excess.shape, NEVER))
