@@ -228,10 +228,13 @@ class PartsTest(parameterized.TestCase):
 
 
 class LimitsTest(parameterized.TestCase):
-    @parameterized.product(config=(QWEN, MIXTRAL), seed=tuple(range(40)))
-    def test_limits_are_kept_and_filled(self, config, seed):
+    @parameterized.parameters(
+        *itertools.product(("Qwen3-30B-A3B", "Mixtral-8x7B"), range(40)),
+        *itertools.product(sorted(SHAPES), range(40, 42)),
+    )
+    def test_limits_are_kept_and_filled(self, name, seed):
         """For random limits: never above, no slot to spare, and errors name what would do."""
-        rng = np.random.default_rng(seed)
+        config, rng = SHAPES[name], np.random.default_rng(seed)
         limits = {
             "device_gib": float(rng.uniform(0.5, 32)),
             "host_gib": float(rng.choice([0.0, rng.uniform(0.1, 30)])),

@@ -25,7 +25,7 @@ from moejax.models.shapes import SHAPES
 from moejax.planning import bits_line
 from moejax.policies.dymoe import importance_nbytes
 from moejax.weights.qtensor import CodesKind
-from tests import commands, slow
+from tests import commands, model_kinds, slow
 from tests import quantized_stores as stores
 from tests.folder_case import FolderTestCase
 from tests.random_checkpoints import TINY, write_random_checkpoint
@@ -45,6 +45,12 @@ MANY_PRODUCTS = (
     {"model_dim": 256, "expert_dim": 32, "num_heads": 2, "num_kv_heads": 1, "experts_per_token": 4},
     128,
 )
+# Kinds whose shared experts, latents or delta rule take the most.
+SHARED = (model_kinds.SHARED | {"shared_dim": 2048}, 64)
+LATENT = (model_kinds.LATENT, 256)
+DELTA = (model_kinds.DELTA | {"delta_net": dataclasses.replace(
+    model_kinds.DELTA["delta_net"], num_key_heads=4, num_value_heads=8, key_dim=64, value_dim=64
+)}, 256)  # fmt: skip
 WIDE_EXPERTS = ({"model_dim": 128, "expert_dim": 512, "num_heads": 1, "num_kv_heads": 1}, 64)
 
 
@@ -146,7 +152,7 @@ class ContractTest(PlanCase):
 
     def engine(self, limits, shape, batch, policy=None):
         fields, context = shape
-        fields = {**fields, "num_experts": 8, "num_layers": 2, "moe_layers": (0, 1)}
+        fields = {"num_experts": 8, "num_layers": 2, "moe_layers": (0, 1), **fields}
         write_random_checkpoint(self.directory, **fields)
         return Engine.from_pretrained(
             self.directory, dtype="float32", platform="cpu", context=context,
@@ -171,7 +177,9 @@ class ContractTest(PlanCase):
         self.assertLess(planned, 2 * found)
 
     @slow.repeats()
-    @parameterized.parameters((WIDE_EXPERTS, 4), (WIDE_ATTENTION, 1))
+    @parameterized.parameters(
+        (WIDE_EXPERTS, 4), (WIDE_ATTENTION, 1), (SHARED, 4), (LATENT, 1), (DELTA, 1)
+    )
     def test_programs_take_no_more_than_planned_and_not_much_less(self, shape, batch):
         engine = self.engine(Limits(), shape, batch)
         self.assertFalse(engine.budget.pooled)
