@@ -75,8 +75,6 @@ class GatesTest(parameterized.TestCase):
         histogram = np.ones((2, buddy_gates.ENTROPY_BINS), np.float32) * [[1], [0]]
         np.testing.assert_array_equal(buddy_gates.percentile_tau(histogram, 0), [-1, -1])
         self.assertEqual(buddy_gates.percentile_tau(histogram, 10).tolist(), [np.float32(0.1), -1])
-        with self.assertRaisesRegex(ValueError, "percentile 101"):
-            buddy_gates.percentile_tau(histogram, 101)
 
     def test_entropy_of_flat_peaky_and_single_choices(self):
         chosen = np.float32([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.5, 0, 0]])
@@ -140,16 +138,6 @@ class ListsTest(parameterized.TestCase):
         gains = output_gains(cosines, tokens)
         np.testing.assert_allclose(gains[0, 0], [1, 0.6, 0, 0.2])
         np.testing.assert_allclose(gains[0, 1], [0.6, 1, 0.2, 0])
-
-    def test_what_is_refused(self):
-        q = np.zeros((2, 4, 4))
-        for alpha in (0, 1.1, np.array([0.5, 0])):
-            with self.assertRaisesRegex(ValueError, "alpha"):
-                buddy_lists(q, alpha, 3)
-        with self.assertRaisesRegex(ValueError, "max_size 0"):
-            buddy_lists(q, 0.5, 0)
-        with self.assertRaisesRegex(ValueError, "smoothing -1"):
-            conditional_coactivation(q, -1)
 
 
 class SubstitutionTest(parameterized.TestCase):

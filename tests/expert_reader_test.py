@@ -7,7 +7,6 @@ import os
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from absl.testing import parameterized
@@ -232,21 +231,6 @@ class RefusalTest(ReaderTestCase):
         _, reader = self.open(Large(QWEN), "float16")
         with self.assertRaisesRegex(MoejaxError, "does not fit float16"):
             reader.read(0, 0, empty_row(reader))
-
-    def test_arguments(self):
-        _, reader = self.open(Plain(QWEN))
-        row = [np.zeros(part.shape, part.dtype) for part in reader.row]
-        for index in ((-1, 0), (reader.num_layers, 0), (0, reader.num_experts)):
-            with self.assertRaisesRegex(ValueError, "of sparse layer"):
-                reader.read(*index, row)
-        for wrong, message in (
-            (row[:1], "1 arrays, expected the 2 of a row"),
-            ([row[1], row[0]], "an array float32"),
-            ([row[0].astype(jnp.bfloat16), row[1]], "an array bfloat16"),
-            ([row[0].T.copy().T, row[1]], "not contiguous"),
-        ):
-            with self.assertRaisesRegex(ValueError, message):
-                reader.read(0, 0, wrong)
 
 
 class FaultTest(ReaderTestCase):

@@ -277,14 +277,6 @@ class HostCacheTest(parameterized.TestCase):
         cache.unpin((0, 0))
         self.assertEqual(cache.reserve((1, 0)), 0)
 
-    def test_misuse(self):
-        cache = self.cache(2, [(0, 0)])
-        with self.assertRaisesRegex(ValueError, "has a row already"):
-            cache.reserve((0, 0))
-        cache.reserve((0, 1))
-        with self.assertRaisesRegex(ValueError, "has a row already"):
-            cache.reserve((0, 1))
-
     @settings(max_examples=150, deadline=None)
     @given(
         num_rows=st.integers(1, 8),

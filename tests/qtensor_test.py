@@ -125,17 +125,6 @@ class QTensorTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, said):
             dataclasses.replace(tensor, **changes).check()
 
-    def test_unknown_zero_kind(self):
-        with self.assertRaisesRegex(ValueError, "zero_kind 'none' is none of float, integer"):
-            from_codes(
-                np.zeros((2, 64), np.uint8),
-                np.ones((2, 1), np.float32),
-                None,
-                bits=3,
-                group_size=64,
-                zero_kind="none",
-            )
-
 
 class CompensatorTest(parameterized.TestCase):
     def tensor(self):

@@ -182,9 +182,3 @@ class MiloTest(parameterized.TestCase):
         got = milo(weights, GRID, settings, 4)
         base = milo(weights, GRID, MiloSettings(max_rank=4, max_passes=3, base="rtn"), 4)
         np.testing.assert_array_equal(got.codes.codes, base.codes.codes)
-
-    def test_bad_settings_are_named(self):
-        with self.assertRaisesRegex(ValueError, "base 'gptq' is none of hqq, rtn, least_squares"):
-            MiloSettings(max_rank=4, base="gptq")
-        with self.assertRaisesRegex(ValueError, "max_passes 0 is not positive"):
-            MiloSettings(max_rank=4, max_passes=0)

@@ -293,5 +293,4 @@ class CalibrationTest(parameterized.TestCase):
         ):
             expected = 2 * rows.T @ rows / 210
             numpy_model.assert_near(captured.hessian(leaf).mean, expected, factor=20)
-        with self.assertRaisesRegex(ValueError, "no Hessian of attention.kv_b"):
-            captured.hessian("attention.kv_b")
+        self.assertNotIn("attention.kv_b", captured._totals)

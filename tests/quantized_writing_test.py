@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import ml_dtypes
 import numpy as np
 from absl.testing import parameterized
@@ -101,12 +100,6 @@ class OwnTest(FormatTestCase):
             compensators=(whole_compensator(*factors),),
         )
         self.assertSameElements(matrix_tensors("a", matrix), ["a.words", "a.scales", "a.zeros"])
-
-    def test_a_stack_is_refused(self):
-        stored = files_matrix(files.random_matrix((4, 32), bits=4, group_size=32), 4)
-        stack = jax.tree.map(lambda leaf: leaf[None], stored)
-        with self.assertRaisesRegex(ValueError, r"a.b is a stack \(1, 4, 32\)"):
-            matrix_tensors("a.b", stack)
 
 
 def files_matrix(stored, bits, symmetric=False):

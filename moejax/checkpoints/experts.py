@@ -199,13 +199,7 @@ class ExpertReader:
           MoejaxError: a file cannot be read or ended early; a value does not fit float16; a
             tensor has not the checksum that its file says; where files say none, the row's is
             another than before, or it was not read before and a file was written to since.
-          ValueError: there is no such expert, or `into` is not a row.
         """
-        if not (0 <= layer < self.num_layers and 0 <= expert < self.num_experts):
-            raise ValueError(
-                f"expert {expert} of sparse layer {layer} of {self.num_layers} x {self.num_experts}"
-            )
-        self._check_row(into)
         arrays = iter(into)
         try:
             of_leaves = zip(self._leaves, self._arrays, self._parts, self.windows, strict=True)
@@ -239,18 +233,6 @@ class ExpertReader:
                 read_compensators(plan, device, lambda _: bar.update()) for plan in self._leaves
             )
         return gate_up, down
-
-    def _check_row(self, arrays: Sequence[np.ndarray]) -> None:
-        if len(arrays) != len(self.row):
-            raise ValueError(f"{len(arrays)} arrays, expected the {len(self.row)} of a row")
-        for array, expected in zip(arrays, self.row, strict=True):
-            if array.shape != expected.shape or array.dtype != expected.dtype:
-                raise ValueError(
-                    f"an array {array.dtype}{list(array.shape)}, expected "
-                    f"{expected.dtype}{list(expected.shape)}"
-                )
-            if not (array.flags.c_contiguous and array.flags.writeable):
-                raise ValueError("an array is not contiguous or cannot be written")
 
     def _compare(self, layer: int, expert: int, found: int) -> None:
         """Raises MoejaxError unless a row's checksum is that of its first read."""

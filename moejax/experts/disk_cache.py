@@ -256,14 +256,12 @@ class _HostCache:
             self._held.move_to_end(expert)
 
     def reserve(self, expert: Expert) -> int | None:
-        """Reserves a row for an expert to be read: a free one, or a victim's.
+        """Reserves a row for an expert that has none, to be read: a free one, or a victim's.
 
         The victim is gone at once: its row is about to be written to. So no step that may read the
         row is running, and steps to come are given the new `row_of`. None where every row is pinned
         or reserved.
         """
-        if self.row_of[expert] >= 0 or expert in self._reserved:
-            raise ValueError(f"expert {expert} has a row already")
         if self._free:
             row = self._free.pop()
         else:

@@ -115,8 +115,6 @@ def percentile_tau(histogram: np.ndarray, percentile: float) -> np.ndarray:
       histogram: [M, bins], by `entropy_bin`; sums of tokens' weights.
       percentile: p in [0, 100]; the paper's range is 10 to 20. 0 lets all tokens pass.
     """
-    if not 0 <= percentile <= 100:
-        raise ValueError(f"percentile {percentile} is not in [0, 100]")
     counts = histogram.astype(np.float64)
     total = counts.sum(axis=-1, keepdims=True)
     reached = np.cumsum(counts, axis=-1) >= total * percentile / 100 * (1 - 1e-12)

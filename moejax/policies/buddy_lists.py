@@ -40,8 +40,6 @@ def conditional_coactivation(counts: np.ndarray, smoothing: float = 0.0) -> np.n
       counts: [M, E, E], binary or probability-weighted; the diagonal is not read.
       smoothing: epsilon >= 0 (Laplace, section 3.3).
     """
-    if smoothing < 0:
-        raise ValueError(f"smoothing {smoothing} is negative")
     return _shares(counts.astype(np.float64) + smoothing)
 
 
@@ -87,16 +85,9 @@ def buddy_lists(q: np.ndarray, alpha: float | np.ndarray, max_size: int) -> Budd
       q: [M, E, E].
       alpha: in (0, 1], one of all layers or [M].
       max_size: K_max >= 1.
-
-    Raises:
-      ValueError: alpha or `max_size` is out of its range.
     """
     num_layers, num_experts, _ = q.shape
     alphas = np.broadcast_to(np.asarray(alpha, np.float64), num_layers)
-    if not ((alphas > 0) & (alphas <= 1)).all():
-        raise ValueError(f"alpha {alpha} is not in (0, 1]")
-    if max_size < 1:
-        raise ValueError(f"max_size {max_size} is not at least 1")
     width = max(1, min(max_size, num_experts - 1))
     order = np.argsort(-q, axis=-1, kind="stable")
     shares = np.take_along_axis(q, order, axis=-1)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.weights.qtensor import ZERO_KINDS, planes_refusal
 from pallas_kernels import layout
 
 # Weight of the widest width by the widths. Of (2, 4) with .8 GPTQ and MiLo lose 4.2 and 2.1 % of
@@ -31,7 +30,7 @@ PLANE_WEIGHTS = {(2, 3): 0.9, (2, 4): 0.95, (2, 8): 0.99, (4, 8): 0.99, (2, 4, 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Static choices of a quantizer; ValueError where one is not allowed.
+    """Static choices of a quantizer, of a checked `Scheme`.
 
     `layout.num_groups` checks that `group_size` is at most K, once K is known; K itself means one
     group a row.
@@ -45,20 +44,6 @@ class Grid:
     # Share of the squared error that is the widest width's; the others divide the rest evenly.
     # None: that of `PLANE_WEIGHTS`.
     plane_weight: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.bits not in layout.BITS:
-            raise ValueError(f"bits {self.bits} is none of {', '.join(map(str, layout.BITS))}")
-        if self.group_size < 1:
-            raise ValueError(f"group_size {self.group_size} is not positive")
-        if self.zero_kind not in ZERO_KINDS:
-            raise ValueError(f"zero_kind {self.zero_kind!r} is none of {', '.join(ZERO_KINDS)}")
-        if self.planes and (reason := planes_refusal(self.planes)):
-            raise ValueError(reason)
-        if self.planes and (self.planes[-1] != self.bits or self.zero_kind != "float"):
-            raise ValueError(f"planes {self.planes} need bits {self.planes[-1]} and float zeros")
-        if self.plane_weight is not None and not 0 <= self.plane_weight <= 1:
-            raise ValueError(f"plane_weight {self.plane_weight} is not in 0..1")
 
     @property
     def max_code(self) -> int:

@@ -42,11 +42,9 @@ def hqq(weights: jax.Array, grid: Grid, narrower: Sequence[jax.Array] = ()) -> C
 
     Args:
       weights: float32[..., N, K], finite; each matrix stops by itself.
-      grid: its zero is "float"; ValueError otherwise.
+      grid: its zero is "float".
       narrower: what each narrower width of planes approximates; (): `weights` too.
     """
-    if grid.zero_kind != "float":
-        raise ValueError(f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}")
     num_inputs = weights.shape[-1]
     groups = split_groups(weights, grid.group_size)
     others = narrower or [weights] * (len(grid.widths) - 1)

@@ -132,12 +132,6 @@ class MiloSettings:
     factor_bits: int = 3  # if `refit`
     rank_divisor: int = 0  # see `width_ranks`
 
-    def __post_init__(self) -> None:
-        if self.base not in BASES:
-            raise ValueError(f"base {self.base!r} is none of {', '.join(BASES)}")
-        if self.max_passes < 1:
-            raise ValueError(f"max_passes {self.max_passes} is not positive")
-
 
 def milo_plus(max_rank: int, factor_bits: int = 3, max_passes: int = 20) -> MiloSettings:
     """Settings of milo+: least squares, factors quantized in the loop, overshooting steps."""
@@ -222,14 +216,10 @@ def milo(
 
     Args:
       weights: float32[..., N, K], finite.
+      grid: one with planes takes the paper's settings.
       rank: int32[...], components of each matrix, at most `settings.max_rank`, which N and K bound;
         with planes those of the narrowest width.
-
-    Raises:
-      ValueError: the grid has planes, for which `settings` are not the paper's.
     """
-    if grid.planes and (settings.refit or settings.base != "hqq"):
-        raise ValueError("compensators of bit planes are those of the paper's settings")
     rank = jnp.broadcast_to(jnp.asarray(rank, jnp.int32), weights.shape[:-2])
     run = _refit_pass if settings.refit else _paper_pass
     first = _first(weights, grid, settings)

@@ -475,10 +475,8 @@ def from_codes(
     By planes the scales and zeros are stored as those of 2 bits (`QTensor`).
 
     Raises:
-      ValueError: an unknown zero kind, or shapes that do not fit (`QTensor.check`).
+      ValueError: shapes do not fit (`QTensor.check`).
     """
-    if zero_kind not in ZERO_KINDS:
-        raise ValueError(f"zero_kind {zero_kind!r} is none of {', '.join(ZERO_KINDS)}")
     if by_planes:
         assert zeros is not None
         constants = layout.prefix_constants(bits)

@@ -43,11 +43,9 @@ def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
     factor pools that the matrix owns, and none where its rank is 0.
 
     Raises:
-      ValueError: `matrix` is not whole (`QTensor.check`), a stack, or has more compensators.
+      ValueError: `matrix` is not whole (`QTensor.check`).
     """
     matrix.check()
-    if matrix.ndim != 2:
-        raise ValueError(f"{prefix} is a stack {matrix.shape}; write one matrix at a time")
     tensors = {"words": matrix.words, "scales": matrix.scales}
     if matrix.zeros is not None:
         tensors["zeros"] = matrix.zeros
@@ -55,23 +53,17 @@ def matrix_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
         tensors[f"{REFINEMENT}{i}"] = plane
     if matrix.permutation is not None:
         tensors["permutation"] = matrix.permutation
-    widths = [compensator.bits for compensator in matrix.compensators]
-    if len(set(widths)) < len(widths):
-        raise ValueError(f"{prefix} has compensators of parts of its rows; write its parts")
+    narrowest = min((compensator.bits for compensator in matrix.compensators), default=0)
     for compensator in matrix.compensators:
-        suffix = "" if compensator.bits == min(widths) else f"_{compensator.bits}"
-        tensors |= _factor_tensors(prefix, matrix, compensator, suffix)
+        suffix = "" if compensator.bits == narrowest else f"_{compensator.bits}"
+        tensors |= _factor_tensors(compensator, suffix)
     return {
         f"{prefix}.{name}": np.ascontiguousarray(tensor)  # from the device as well
         for name, tensor in tensors.items()
     }
 
 
-def _factor_tensors(
-    prefix: str, matrix: QTensor, compensator: Compensator, suffix: str
-) -> dict[str, Any]:
-    if compensator.first_row or compensator.num_rows != matrix.shape[0]:
-        raise ValueError(f"{prefix} has compensators of parts of its rows; write its parts")
+def _factor_tensors(compensator: Compensator, suffix: str) -> dict[str, Any]:
     start, rank = int(compensator.start), int(compensator.rank)
     tensors: dict[str, Any] = {}
     for name, factor in ((f"u{suffix}", compensator.u), (f"v{suffix}", compensator.v)):
@@ -80,8 +72,6 @@ def _factor_tensors(
         rows = slice(start, start + rank)
         if not isinstance(factor, QTensor):
             tensors[name] = np.asarray(factor[rows]).astype(_BF16)
-        elif factor.zeros is not None or factor.compensators or factor.permutation is not None:
-            raise ValueError(f"the factor {name} of {prefix} is not symmetric and plain")
         else:
             tensors |= {f"{name}.words": factor.words[rows], f"{name}.scales": factor.scales[rows]}
     return tensors

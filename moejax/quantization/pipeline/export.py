@@ -32,13 +32,13 @@ class _ExportedKind(NamedTuple):
 
 def _gptq_tensors(prefix: str, matrix: QTensor) -> dict[str, np.ndarray]:
     """Returns the tensors of a matrix PREFIX [N, K], of a scheme for GPTQ files, in such a file."""
-    codes, zeros = _codes(matrix), matrix.zeros
-    scales = np.asarray(matrix.scales)
-    if zeros is None:
-        zeros = np.full(scales.shape, 2 ** (matrix.bits - 1), np.uint8)
+    codes, scales = _codes(matrix), np.asarray(matrix.scales)
+    zeros = np.full(scales.shape, 2 ** (matrix.bits - 1), np.uint8)
+    if matrix.zeros is not None:
+        zeros = np.asarray(matrix.zeros)
     stored = {
         "qweight": bitstream.to_stream(codes, bits=matrix.bits).T,
-        "qzeros": bitstream.to_stream(np.asarray(zeros).T, bits=matrix.bits),
+        "qzeros": bitstream.to_stream(zeros.T, bits=matrix.bits),
         "scales": scales.T,
         "g_idx": np.arange(matrix.num_inputs, dtype=np.int32) // np.int32(matrix.group_size),
     }

@@ -263,19 +263,13 @@ class LayerRun:
 
     def advance(self, weights: Mapping[str, Any]) -> None:
         """Advances the hidden states through layer `self.layer`, with any weights of it."""
-        config, placed = self._one_layer(), self._place(weights)
+        config, placed = _one_layer(self.config, self.layer), self._place(weights)
         num_tokens = self._step * self.hidden.shape[1]
         experts = default_expert_impl(num_tokens, config, self._dtype, self._device.platform)
         for part in self._steps(self.hidden):
             x = jax.device_put(part, self._device)
             part[...] = np.asarray(_layer_step(placed, x, config, experts, self._attention))
         self.layer += 1
-
-    def _one_layer(self) -> ModelConfig:
-        """Configuration of the next layer."""
-        if self.layer >= self.config.num_layers:
-            raise ValueError(f"the model has no layer {self.layer}")
-        return _one_layer(self.config, self.layer)
 
     def _steps(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Views of the sequences that run together; the last may have fewer."""
@@ -299,7 +293,8 @@ class CapturedLayer:
     """
 
     def __init__(self, run: LayerRun, weights: Mapping[str, Any]):
-        self._run, self._config, self._weights = run, run._one_layer(), run._place(weights)
+        self._config = _one_layer(run.config, run.layer)
+        self._run, self._weights = run, run._place(weights)
         self._chunks: dict[str, tuple[int, jax.Array]] = {}  # leaf: first expert, float32[e, K, K]
         self.num_tokens = run.hidden.shape[0] * run.hidden.shape[1]
         self.expert_tokens: np.ndarray | None = None
@@ -313,10 +308,7 @@ class CapturedLayer:
         """
         if leaf in self._totals:
             return _mean(self._totals[leaf], self.num_tokens)
-        if leaf not in ("moe.gate_up", "moe.down") or self.expert_tokens is None:
-            raise ValueError(f"no Hessian of {leaf}; there are {', '.join(self._totals)}")
-        if expert is None or not 0 <= expert < self._config.num_experts:
-            raise ValueError(f"{leaf} of expert {expert}, not in 0..{self._config.num_experts - 1}")
+        assert expert is not None and self.expert_tokens is not None
         first, totals = self._chunks.get(leaf, (0, None))
         if totals is None or not first <= expert < first + len(totals):
             first, totals = self._chunks[leaf] = self._expert_chunk(leaf, expert)

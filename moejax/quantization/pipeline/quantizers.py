@@ -166,8 +166,6 @@ def _calibrated(
     if program.scheme.method == "autoround":
         codes = jax.vmap(lambda w, h: autoround(w, h, grid))(weights, calibration.hessians)
         return codes, calibration.num_tokens == 0
-    if program.scheme.method != "gptq":
-        raise ValueError(f"no calibrated quantizer is called {program.scheme.method}")
     settings = GptqSettings(act_order=program.scheme.act_order)
     found = jax.vmap(lambda w, h, n: gptq(w, h, grid, settings, num_tokens=n))(
         weights, calibration.hessians, calibration.num_tokens
