@@ -241,14 +241,15 @@ class TurnsTest(absltest.TestCase):
             mock.patch.object(runner, "decode", run_decode),
         ):
             batch.submit([1] * 3, GenerationSettings(max_new_tokens=60))
-            batch.step()
+            [(_, first)] = batch.step()  # nobody else waits: its first token is told at once
+            self.assertLen(first.tokens, 1)
             batch.submit([2] * 90, GenerationSettings(max_new_tokens=5))
             batch.submit([3] * 30, GenerationSettings(max_new_tokens=5))
             for _ in range(5):
                 batch.step()
         self.assertEqual(
             calls,
-            [(0, 16), "decode", (2, 32), "decode", (1, 32), "decode", (1, 32), "decode", (1, 32),
+            [(0, 16), (2, 32), "decode", (1, 32), "decode", (1, 32), "decode", (1, 32),
              "decode", "decode"],
         )  # fmt: skip
 
@@ -284,15 +285,16 @@ class TurnsTest(absltest.TestCase):
         batch = running(resident_runner())
         for _ in range(3):
             batch.submit([4] * 9, GenerationSettings(max_new_tokens=30))
-        batch.step()
+        self.assertLen(batch.step(), 2)
         self.assertEqual(batch.counts.chunks, 2)  # 16 positions each
         batch.step()
-        self.assertEqual((batch.counts.chunks, batch.counts.decode_rows), (3, 5))
+        self.assertEqual((batch.counts.chunks, batch.counts.decode_rows), (3, 3))
 
     def test_after_an_error_it_can_be_used_again(self):
         runner = resident_runner()
         batch, [row, *_] = running(runner), rows_of()
         batch.submit(*row)
+        batch.step()
         failing = mock.patch.object(runner, "decode", side_effect=MoejaxError("no disk"))
         with failing, self.assertRaisesRegex(MoejaxError, "no disk"):
             batch.step()
@@ -302,15 +304,17 @@ class TurnsTest(absltest.TestCase):
 
     @pytest.mark.slow
     def test_a_row_without_finite_logits_leaves_nothing_to_the_next_in_its_lane(self):
-        runner, [row, *_] = resident_runner(), rows_of()
-        expected, bad = alone(runner, *row), 159
-        self.assertNotIn(bad, [*row[0], *expected])
+        runner, prompt = resident_runner(), rows_of()[0][0]
+        row, bad = (prompt, GenerationSettings(max_new_tokens=40)), 159
+        expected = alone(runner, *row)
+        self.assertNotIn(bad, [*prompt, *expected])
         poisoned = {"embed": runner.weights["embed"].at[bad].set(np.nan)}
         self.enterContext(mock.patch.dict(runner.weights, poisoned))
         batch = running(runner)
         batch._lanes[1:] = []
-        batch.submit([*row[0], bad, 3], row[1])
-        [(_, delta)] = batch.step()
+        # It has values that are not finite in three pages, and the next row takes the same.
+        batch.submit([*prompt, bad, *[3] * 40], row[1])
+        [(_, delta)] = [told for _ in range(2) for told in batch.step()]
         self.assertIn("NaN", delta.error)
         self.assertEqual(answers(batch, [row]), [expected])
         self.assertEqual(batch.counts.prefix_hits, 0)

@@ -296,13 +296,9 @@ def compiled_chunk(config: ModelConfig, batch: int, pages: Pages) -> jax.stages.
     program = steps.StepProgram(model_definition(config, ops.Kernels(GPU.target)), None)
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
     step = functools.partial(steps.prompt_chunk, program, chunk, True, CHUNK)
-    state, sampling, eos_ids, number = decode_operands(config, batch, pages)
+    state, sampling, eos_ids, _ = decode_operands(config, batch, pages)
     state = dataclasses.replace(state, limits=leaf_of((batch,), jnp.int32))
-    numbers = leaf_of((pages.of(CONTEXT),), jnp.int32)
-    row = steps.PromptChunk(
-        steps.TokenChunk(leaf_of((1, CHUNK), jnp.int32), number, leaf_of((1,), jnp.int32)),
-        number, numbers, numbers, leaf_of((CONTEXT,), jnp.int32), leaf_of((), jnp.uint32), number,
-    )  # fmt: skip
+    row = leaf_of((5 + 2 * pages.of(CONTEXT) + CONTEXT + CHUNK,), jnp.int32)
     weights = weights_of(config, leaves_of("attention", "experts"))
     inputs = steps.StepInputs(weights, None)
     return compiled(step, (state, None, inputs, row, sampling, eos_ids), (0,), is_prefill=True)

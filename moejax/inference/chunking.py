@@ -1,6 +1,7 @@
 """Chunks of prompts and lengths of caches, in a few sizes; each is one program."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -129,11 +130,14 @@ class FixedSizes:
     def next_chunk(self, start: int, length: int) -> int:
         """Positions of the chunk from `start` on, of a prompt of `length` tokens.
 
-        A chunk that would be empty for the most part gives way to smaller ones.
+        It is the longest that has tokens for its most part, or that takes the place of more than
+        two of the size below: each reads most experts, however few tokens it has.
         """
         left, room = length - start, self.kv_lengths[-1] - start
         fitting = [size for size in self.chunks if size <= room] or [self.spare]
-        return next((size for size in reversed(fitting) if 2 * left > size), self.spare)
+        sizes = itertools.pairwise(fitting)
+        longer = (size for below, size in sizes if left > min(2 * below, size // 2))
+        return max(longer, default=fitting[0])
 
     def kv_length(self, length: int) -> int:
         """Slots that a call reads to see `length` of them."""

@@ -61,6 +61,7 @@ class _PagePool:
         self._free = list(range(pages.number, 0, -1))  # page 0 belongs to nobody
         self._root = _Held(0, None, [])
         self._kept: collections.OrderedDict[_Held, None] = collections.OrderedDict()
+        self._unclean: set[int] = set()  # may hold what is not finite
 
     @property
     def num_kept(self) -> int:
@@ -127,9 +128,20 @@ class _PagePool:
             row.num_held += len(part)
             tokens = tokens[len(part) :]
 
-    def release(self, row: _RowPages) -> None:
-        """Takes a row's pages back; those that hold tokens are kept."""
+    def clean(self, row: _RowPages) -> list[int]:
+        """Pages of a row that has just got them that must be filled with zeros."""
+        found = [page for page in row.numbers if page in self._unclean]
+        self._unclean -= {*found}
+        return found
+
+    def release(self, row: _RowPages, is_clean: bool = True) -> None:
+        """Takes a row's pages back; those that hold tokens are kept.
+
+        `is_clean`: whether all that it has written is known to be finite.
+        """
         self.copied(row)
+        if not is_clean:
+            self._unclean |= {*row.numbers[row.num_held // self._size :]}
         held = [of.page for of in row.held]
         for of in reversed(row.held):
             self._leave(of)
@@ -142,12 +154,11 @@ class _PagePool:
         at, found = self._root, 0
         while True:
             part = prompt[found : found + self._size + 1]
-            most = max(at.after, key=lambda held: _num_shared(part, held.tokens), default=None)
-            count = _num_shared(part, most.tokens) if most else 0
-            if most is None or not count:
-                return path, found
-            path.append(most)
-            at, found = most, found + count
+            shared = [_num_shared(part, held.tokens) for held in at.after]
+            count = max(shared, default=0)
+            if count:
+                at, found = at.after[shared.index(count)], found + count
+                path.append(at)
             if count < self._size:
                 return path, found
 
@@ -230,6 +241,11 @@ class _Row:
         return self.lane is not None and self.newest is None and not self.has_ended
 
     @property
+    def decodes(self) -> bool:
+        """Whether the next call of decode steps is to give it tokens."""
+        return self.lane is not None and len(self.prompt) <= self.position < self.limit
+
+    @property
     def num_left(self) -> int:
         """Tokens of its prompt that are to be run."""
         return len(self.prompt) - max(self.position, self.num_shared)
@@ -250,8 +266,9 @@ class ContinuousBatch:
     for one once it runs. In a `step`, first chunks of new prompts run, in the order of
     `moejax.inference.turns` and together no longer than the longest chunk, or where experts move a
     single chunk; then one call of decode steps of all rows whose prompts are done; then the host
-    reads the call before it. So a row's tokens wait for one chunk at most. A row's answer is what
-    its prompt would get alone (see `Engine.generate` on rounding), unless a policy decides by the
+    reads the call before it. So a row's tokens wait for one chunk at most. If no row has more than
+    its first token to come, the host reads that before it dispatches the call. A row's answer is
+    what its prompt would get alone (see `Engine.generate` on rounding), unless a policy decides by the
     routing of all.
 
     Pages keep their tokens when a row ends, until others need them. A prompt that begins with
@@ -376,10 +393,14 @@ class ContinuousBatch:
             self._session = self._open()
         self._admit()
         self._run_chunks()
-        # One more than is read runs beside the host.
-        keeps = max(self._dispatch_decode(), int(bool(self._turns)))
+        rows = [row for row in self._rows.values() if row.decodes]
+        # If nobody else waits for tokens, first ones are told before more is dispatched.
+        are_first = bool(rows) and all(row.is_starting for row in rows)
+        if rows and not are_first:
+            self._dispatch_decode(rows)
+        keeps = int(bool(rows or self._turns))  # one more than is read runs beside the host
         deltas = []
-        while len(self._unread) > keeps:
+        while len(self._unread) > keeps or (are_first and any(row.is_starting for row in rows)):
             deltas += self._read(self._unread.popleft())
         return deltas
 
@@ -388,6 +409,7 @@ class ContinuousBatch:
         self.reset()
         self._session = session = self._open()
         self._runner.end_rows(session, np.ones(self.num_lanes, bool))
+        self._runner.clear_pages(session, [])
         for is_plain in (True, False):
             self._take_programs(is_plain)
             for kv_length in self._sizes.kv_lengths:
@@ -430,6 +452,9 @@ class ContinuousBatch:
             if row.pages is None:
                 self._lacks_pages = True
                 break
+            if unclean := self.pool.clean(row.pages):
+                assert self._session is not None
+                self._runner.clear_pages(self._session, unclean)
             self._waiting.remove(row)
             lane.row, lane.tokens, row.lane, has_joined = row.number, [], lane, True
             self._settings[lane.index] = row.settings
@@ -516,12 +541,8 @@ class ContinuousBatch:
         assert self._session is not None
         self._unread.append(_Call(self._session.emitted, rows))
 
-    def _dispatch_decode(self) -> int:
-        """Dispatches a call of decode steps, if a row needs one; the calls that may stay unread."""
-        joined = [row for row in self._rows.values() if row.lane is not None and not row.in_prompt]
-        rows = [row for row in joined if row.position < row.limit]
-        if not rows:
-            return 0
+    def _dispatch_decode(self, rows: Sequence[_Row]) -> None:
+        """Dispatches a call of decode steps for these rows."""
         session = self._session
         assert session is not None
         if self._to_end.any():
@@ -535,9 +556,7 @@ class ContinuousBatch:
         self.counts.decode_rows += len(rows)
         for row in rows:
             row.position = min(row.position + count, row.limit)
-        indices = [(row.lane.index, row) for row in rows if row.lane is not None]
-        self._expect(indices)
-        return 1
+        self._expect([(row.lane.index, row) for row in rows if row.lane is not None])
 
     def _read(self, call: _Call) -> list[tuple[int, RowDelta]]:
         assert self._session is not None
@@ -578,7 +597,7 @@ class ContinuousBatch:
             return
         if row.in_prompt:
             self._turns.remove(row)
-        self.pool.release(row.pages)
+        self.pool.release(row.pages, is_clean=is_known and bool(row.known))
         lane = row.lane
         self._to_end[lane.index] |= not is_known
         lane.tokens = row.known[:-1] if is_known else []

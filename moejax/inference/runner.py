@@ -82,6 +82,7 @@ class Session:
     failures_before: int = 0  # see `ExpertMemory.failure_count`
     penalizes: bool = True  # False: the next call leaves `state.seen` as it is
     sizes: FixedSizes | None = None  # of the programs of a running batch; None: of the calls
+    given: Any = None  # `sampling` and `eos_ids` on the host, of a running batch
 
 
 def settings_by_row(
@@ -101,11 +102,11 @@ def _seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax
     return put(seen)
 
 
-def _sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
-    """Converts the settings of every sequence to arrays."""
+def _sampling_of(rows: Sequence[GenerationSettings]) -> Sampling:
+    """Converts the settings of every sequence to arrays of the host."""
 
-    def column(name: str, dtype: type[np.generic]) -> jax.Array:
-        return put(np.asarray([getattr(row, name) for row in rows], dtype))
+    def column(name: str, dtype: type[np.generic]) -> Any:
+        return np.asarray([getattr(row, name) for row in rows], dtype)
 
     return Sampling(
         temperature=column("temperature", np.float32),
@@ -116,11 +117,10 @@ def _sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
     )
 
 
-def _ends_of(rows: Sequence[GenerationSettings], eos_ids: tuple[int, ...], put: Put) -> jax.Array:
+def _ends_of(rows: Sequence[GenerationSettings], eos_ids: tuple[int, ...]) -> np.ndarray:
     """int32[B, n], tokens that end each row."""
     never = (-1,) * max(1, len(eos_ids))
-    ends = [(not row.ignore_eos and eos_ids) or never for row in rows]
-    return put(np.asarray(ends, np.int32))
+    return np.asarray([(not row.ignore_eos and eos_ids) or never for row in rows], np.int32)
 
 
 State = TypeVar("State")
@@ -305,8 +305,7 @@ class Runner:
         all_greedy = all(row.temperature == 0 for row in by_row)
         penalizes = any(row.repetition_penalty != 1 for row in by_row)
         seen = _seen_tokens(prompts, self.config, self._put) if penalizes else None
-        sampling = _sampling_of(by_row, self._put)
-        eos_by_row = _ends_of(by_row, eos_ids, self._put)
+        sampling, eos_by_row = self._put((_sampling_of(by_row), _ends_of(by_row, eos_ids)))
         program = self._program._replace(top_logprobs=top_logprobs)
         decoding, emitted = self._call(
             steps.first_token, (program, all_greedy), (state.cache, keys, seen), self.weights,
@@ -333,19 +332,25 @@ class Runner:
         static = (self.config, cache_length, pages, self.dtype)
         seeds = self._put(np.zeros(num_lanes, np.uint32))
         state = self._call(steps.empty_lanes, static, (), seeds, results=self._decode_specs)
-        rests = [GenerationSettings()] * num_lanes
         none = steps.StepOutput(self._put(np.zeros((num_lanes, 0), np.int32)), None)
+        rests = [GenerationSettings()] * num_lanes
+        given = _sampling_of(rests), _ends_of(rests, eos_ids)
+        sampling, ends = self._put(given)
         return Session(
-            state, _sampling_of(rests, self._put), _ends_of(rests, eos_ids, self._put), True, 0,
-            none, failures_before=self._failure_count(), sizes=sizes,
+            state, sampling, ends, True, 0, none, failures_before=self._failure_count(),
+            sizes=sizes, given=given,
         )  # fmt: skip
 
     def set_rows(
         self, session: Session, rows: Sequence[GenerationSettings], eos_ids: tuple[int, ...]
     ) -> None:
         """Sets the settings of all lanes for the next calls; `eos_ids` end those that heed them."""
-        session.sampling = _sampling_of(rows, self._put)
-        session.eos_ids = _ends_of(rows, eos_ids, self._put)
+        given = _sampling_of(rows), _ends_of(rows, eos_ids)
+        session.sampling, session.eos_ids = jax.tree.map(
+            lambda new, old, held: held if np.array_equal(new, old) else self._put(new),
+            given, session.given, (session.sampling, session.eos_ids),
+        )  # fmt: skip
+        session.given = given
 
     def run_prompt_chunk(
         self, session: Session, lane: int, source: Sequence[int], pages: Sequence[int],
@@ -360,22 +365,15 @@ class Runner:
             raise ValueError("routing is recorded of batches whose rows begin together")
         cache_length, table = session.state.cache.length, session.state.cache.table
         assert table is not None
-        whole = np.full(cache_length, self.config.vocab_size, np.int32)
-        whole[: len(prompt)] = prompt
-        tables = np.zeros((2, table.shape[1]), np.int32)
-        for numbered, given in zip(tables, (source, pages), strict=True):
-            numbered[: len(given)] = given
-        numbers = map(np.int32, (start, lane, limit))
-        tokens, lengths = slice_tokens([prompt], start, size), np.asarray([len(prompt)], np.int32)
-        host = (tokens, lengths, whole, np.uint32(seed), *tables, *numbers)
-        chunk, count, ids, key, found_in, kept_in, begin, into, end = put(host, self.place)
+        packed = steps.PromptChunk.packed(
+            prompt, start, size, lane, source, pages, seed, limit, num_pages=table.shape[1],
+            cache_length=cache_length, vocab_size=self.config.vocab_size,
+        )  # fmt: skip
         self._row_step(
             session, size, steps.prompt_chunk,
             self._chunk_spec(1, start, size, cache_length, False, session.sizes),
             (session.all_greedy, session.sizes.spare),
-            steps.PromptChunk(
-                steps.TokenChunk(chunk, begin, count), into, found_in, kept_in, ids, key, end
-            ),
+            self._put(packed),
             session.sampling, session.eos_ids,
         )  # fmt: skip
 
@@ -408,6 +406,16 @@ class Runner:
         """Ends the rows of bool[B] from the next call on."""
         session.state = self._call(
             steps.end_rows, (), (session.state,), self._put(ended), results=self._decode_specs
+        )
+
+    def clear_pages(self, session: Session, pages: Sequence[int]) -> None:
+        """Fills pages with zeros before what is dispatched next."""
+        table = session.state.cache.table
+        assert table is not None
+        numbers = np.zeros(table.shape[1], np.int32)
+        numbers[: len(pages)] = pages
+        session.state = self._call(
+            steps.clear_pages, (), (session.state,), self._put(numbers), results=self._decode_specs
         )
 
     def decode(
@@ -665,9 +673,8 @@ class Runner:
     def _chunk(self, tokens: np.ndarray, start: int, lengths: jax.Array) -> steps.TokenChunk:
         return steps.TokenChunk(self._put(tokens), self._put(np.int32(start)), lengths)
 
-    def _put(self, array: np.ndarray | np.generic) -> jax.Array:
-        found: jax.Array = put(array, self.place)
-        return found
+    def _put(self, arrays: Any) -> Any:
+        return put(arrays, self.place)
 
 
 def _num_between(lengths: Sequence[int] | np.ndarray, start: int, size: int) -> int:

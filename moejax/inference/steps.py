@@ -9,11 +9,12 @@ and `eos_ids`, int32[B, n], are of each row; -1 in `eos_ids` matches no token. A
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from moejax.experts.cached_experts import CachedExperts
@@ -460,6 +461,39 @@ class PromptChunk(NamedTuple):
     seed: jax.Array  # uint32[]
     limit: jax.Array  # int32[], of `DecodeState.limits`
 
+    @staticmethod
+    def packed(
+        prompt: Sequence[int], start: int, size: int, lane: int, source: Sequence[int],
+        pages: Sequence[int], seed: int, limit: int, *, num_pages: int, cache_length: int,
+        vocab_size: int,
+    ) -> np.ndarray:  # fmt: skip
+        """All of it as int32[5 + 2 n + S + T] of the host, which is one transfer."""
+        found = np.zeros(5 + 2 * num_pages + cache_length + size, np.int32)
+        numbers, *parts = np.split(found, _prompt_parts(num_pages, cache_length))
+        numbers[:] = start, len(prompt), lane, limit, np.uint32(seed).view(np.int32)
+        parts[2][:] = vocab_size
+        given = source, pages, prompt, prompt[start : start + size]
+        for part, values in zip(parts, given, strict=True):
+            part[: len(values)] = values
+        return found
+
+    @classmethod
+    def unpacked(cls, packed: jax.Array, cache: KVCache) -> "PromptChunk":
+        """Takes `packed` apart, for a cache in pages."""
+        assert cache.table is not None
+        numbers, source, pages, prompt, tokens = jnp.split(
+            packed, _prompt_parts(cache.table.shape[1], cache.length)
+        )
+        start, _, lane, limit, seed = numbers
+        chunk = TokenChunk(tokens[None], start, numbers[1:2])
+        seed = jax.lax.bitcast_convert_type(seed, jnp.uint32)
+        return cls(chunk, lane, source, pages, prompt, seed, limit)
+
+
+def _prompt_parts(num_pages: int, cache_length: int) -> np.ndarray:
+    """Places in a packed `PromptChunk` where source, pages, prompt and the chunk's tokens begin."""
+    return np.cumsum([5, num_pages, num_pages, cache_length])
+
 
 def empty_lanes(
     config: ModelConfig, cache_length: int, pages: Pages, dtype: jnp.dtype, seeds: jax.Array
@@ -486,7 +520,7 @@ def prompt_chunk(
     state: DecodeState,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    row: PromptChunk,
+    packed: jax.Array,  # int32[5 + 2 n + S + T], see `PromptChunk.packed`
     sampling: Sampling,
     eos_ids: jax.Array,
 ) -> StepResult[DecodeState]:
@@ -498,9 +532,11 @@ def prompt_chunk(
     Returns:
       The output is a `StepOutput` of the row's first token, int32[1, 1], or of `NO_TOKEN`.
     """
+    row = PromptChunk.unpacked(packed, state.cache)
     chunk, lane = row.chunk, row.lane
     length, size = chunk.lengths[0], chunk.tokens.shape[1]
-    own = state.cache.lane(lane, row.source, chunk.start, spare)
+    num_read = -(-spec.kv_length // state.cache.keys.shape[3])
+    own = state.cache.lane(lane, row.source[:num_read], chunk.start, spare)
     model, found = run_chunk(program, spec, own, experts, inputs, chunk)
     last = jnp.clip(length - 1 - chunk.start, 0, size - 1)
     hidden = jax.lax.dynamic_index_in_dim(found.output, last, axis=1, keepdims=False)
@@ -525,7 +561,7 @@ def prompt_chunk(
 
     assert state.limits is not None
     after = DecodeState(
-        state.cache.with_lane(lane, row.pages, chunk.start, found.state),
+        state.cache.with_lane(lane, row.pages, chunk.start, size, found.state),
         placed(state.tokens, jnp.maximum(tokens[0], 0)),
         placed(state.positions, position),
         placed(state.done, done | ~starts),
@@ -541,6 +577,11 @@ def prompt_chunk(
 def end_rows(state: DecodeState, ended: jax.Array) -> DecodeState:
     """Marks the rows of bool[B] as done in the donated state."""
     return dataclasses.replace(state, done=state.done | ended)
+
+
+def clear_pages(state: DecodeState, pages: jax.Array) -> DecodeState:
+    """Fills pages int32[n] of the donated state's cache with zeros."""
+    return dataclasses.replace(state, cache=state.cache.without_pages(pages))
 
 
 def _tree_where(condition: jax.Array, new: Any, old: Any) -> Any:

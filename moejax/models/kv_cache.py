@@ -69,11 +69,12 @@ class KVCache:
 
         Args:
           index: int32[], the sequence whose state goes with them.
-          pages: int32[n], where they are.
+          pages: int32[n], the first ones, where they are.
           length: int32[], tokens that are copied; of a state all of them, or none.
           spare: static, more slots: a chunk's padding may be written beyond the last one.
         """
-        kept = (jnp.arange(self.length, dtype=jnp.int32) < length)[None, None, None, :, None]
+        num_slots = len(pages) * self.keys.shape[3]
+        kept = (jnp.arange(num_slots, dtype=jnp.int32) < length)[None, None, None, :, None]
 
         def slots(leaf: jax.Array) -> jax.Array:
             found = leaf.at[:, pages].get(mode="promise_in_bounds").swapaxes(1, 2)
@@ -91,25 +92,31 @@ class KVCache:
         return KVCache(slots(self.keys), slots(self.values), state(self.states), state(self.tails))
 
     def with_lane(
-        self, index: jax.Array, pages: jax.Array, start: jax.Array, own: "KVCache"
+        self, index: jax.Array, pages: jax.Array, start: jax.Array, size: int, own: "KVCache"
     ) -> "KVCache":
-        """Replaces a sequence by that of a `lane`, whose pages before position `start` stay.
+        """Replaces slots of a sequence by `size` of a `lane` from position `start` on.
 
-        All its later pages are written, so that none keeps what is not finite.
+        The page in which they begin is replaced from its own beginning.
 
         Args:
           index: int32[].
           pages: int32[n], those of the sequence from now on.
+          size: static.
         """
         assert self.table is not None
-        num_pages, _, size = self.keys.shape[1:4]
-        numbers = jnp.arange(len(pages), dtype=jnp.int32)
-        is_written = (numbers >= start // size) & (pages > 0)
-        written = jnp.where(is_written, pages, num_pages + numbers)
+        num_pages, _, width = self.keys.shape[1:4]
+        num_own = min(len(pages), own.keys.shape[3] // width)
+        count = min(num_own, -(-(size - 1) // width) + 1)
+        first = jnp.minimum(start // width, num_own - count)
+        numbers = first + jnp.arange(count, dtype=jnp.int32)
+        into = jax.lax.dynamic_slice_in_dim(pages, first, count)
+        is_written = (numbers >= start // width) & (into > 0)
+        into = jnp.where(is_written, into, num_pages + numbers)
 
         def slots(leaf: jax.Array, new: jax.Array) -> jax.Array:
-            new = new[:, 0, :, : self.length].reshape(len(leaf), leaf.shape[2], -1, *leaf.shape[3:])
-            return leaf.at[:, written].set(new.swapaxes(1, 2), mode="drop", unique_indices=True)
+            new = jax.lax.dynamic_slice_in_dim(new, first * width, count * width, axis=3)
+            new = new.reshape(len(leaf), leaf.shape[2], count, *leaf.shape[3:]).swapaxes(1, 2)
+            return leaf.at[:, into].set(new, mode="drop", unique_indices=True)
 
         def state(leaf: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
             if leaf is None or new is None:
@@ -121,6 +128,14 @@ class KVCache:
             state(self.states, own.states), state(self.tails, own.tails),
             self.table.at[index].set(pages),
         )  # fmt: skip
+
+    def without_pages(self, pages: jax.Array) -> "KVCache":
+        """Fills pages int32[n] with zeros, since readers may meet what is not finite behind a row."""
+
+        def slots(leaf: jax.Array) -> jax.Array:
+            return leaf.at[:, pages].set(0, mode="promise_in_bounds")
+
+        return dataclasses.replace(self, keys=slots(self.keys), values=slots(self.values))
 
     def write_chunk(
         self,

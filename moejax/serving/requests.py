@@ -161,13 +161,15 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
     model._check_count(len(given), count)
     ids = [model._encode(p, "prompt", add_special_tokens=add_special_tokens) for p in given]
     _check_limits(fields, max(map(len, ids)), settings)
-    echo = [model.tokenizer.decode(p) if isinstance(p, list) else p for p in given]
+    echo = [""] * len(given)
+    if echoes:
+        echo = [model.tokenizer.decode(p) if isinstance(p, list) else p for p in given]
     return Request(
         False,
         [prompt for prompt in ids for _ in range(count)],
         sum(map(len, ids)),
         _by_choice(settings, len(ids) * count),
-        [text if echoes else "" for text in echo for _ in range(count)],
+        [text for text in echo for _ in range(count)],
         top_logprobs=top_logprobs,
         **how,
     )
@@ -277,7 +279,9 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
 
 
 def _are_ids(given: list[Any]) -> bool:
-    return all(type(one) is int and abs(one) < 2**31 for one in given)
+    if not {*map(type, given)} <= {int}:
+        return False
+    return -(2**31) < min(given, default=0) and max(given, default=0) < 2**31
 
 
 def _messages(fields: Fields) -> list[dict[str, str]]:

@@ -297,7 +297,7 @@ def token_ids_of(
     """
     if not isinstance(prompt, str):
         try:
-            ids = [operator.index(token) for token in prompt]
+            ids = [*map(operator.index, prompt)]
         except TypeError as error:
             raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
     elif tokenizer is None:
