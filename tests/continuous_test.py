@@ -290,6 +290,26 @@ class TurnsTest(absltest.TestCase):
         batch.step()
         self.assertEqual((batch.counts.chunks, batch.counts.decode_rows), (3, 3))
 
+    def test_a_lane_is_free_when_the_last_call_of_its_row_is_dispatched(self):
+        runner, rows = resident_runner(), [rows_of()[0], rows_of()[6]]
+        batch = running(runner)
+        batch._lanes[1:] = []
+        first = batch.submit(rows[0][0], dataclasses.replace(rows[0][1], max_new_tokens=5))
+        told = [*batch.step(), *batch.step()]
+        self.assertEqual(
+            [(len(delta.tokens), delta.finish_reason) for _, delta in told], [(1, None)]
+        )
+        self.assertEqual((batch.num_rows, batch.num_free), (1, 1))
+        second = batch.submit(*rows[1])
+        self.assertEqual(batch.num_free, 0)
+        while batch.num_rows:
+            told += batch.step()
+            self.assertTrue(all(lane.row.number == second for lane in batch._lanes))
+        for number, row in ((first, rows[0]), (second, rows[1])):
+            tokens = [token for one, delta in told if one == number for token in delta.tokens]
+            self.assertEqual(tokens, alone(runner, *row)[: len(tokens)])
+        self.assertEqual(batch.counts.decode_calls, 1 + 2)
+
     def test_after_an_error_it_can_be_used_again(self):
         runner = resident_runner()
         batch, [row, *_] = running(runner), rows_of()

@@ -126,6 +126,13 @@ class BucketTest(parameterized.TestCase):
         self.assertEqual(sizes.chunks, chunks)
         self.assertEqual(sizes.next_chunk(0, context - 1), chunks[-1])
 
+    @parameterized.parameters(
+        ((64, 1024), 128, 64), ((64, 1024), 129, 1024), ((64, 256), 129, 256), ((16, 32), 17, 32),
+        ((64, 1024, 4096), 2048, 1024), ((64, 1024, 4096), 2049, 4096), ((1024,), 3, 1024),
+    )  # fmt: skip
+    def test_few_chunks_and_little_padding(self, chunks, left, expected):
+        self.assertEqual(FixedSizes(chunks, (8192,)).next_chunk(512, 512 + left), expected)
+
     def test_a_planned_chunk_may_be_longer(self):
         shape, planned = SHAPES["Qwen3-30B-A3B"], PlannedSizes(1, 8192, 4096)
         self.assertEqual(longest_chunk(shape, 1, 8192, planned, stores_scores=False), 4096)

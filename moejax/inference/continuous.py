@@ -201,16 +201,6 @@ class BatchCounts:
 
 
 @dataclasses.dataclass(eq=False)
-class _Lane:
-    """A row's place in decode calls, with the state of layers that have one in place of slots."""
-
-    index: int
-    row: int | None = None  # number of the row that runs in it; None: it is free
-    tokens: list[int] = dataclasses.field(default_factory=list)  # of its state; []: unknown
-    last_used: int = -1  # a clock's time when it was freed; -1: never used
-
-
-@dataclasses.dataclass(eq=False)
 class _Row:
     """A prompt on its way to an answer."""
 
@@ -221,7 +211,7 @@ class _Row:
     is_plain: bool  # greedy, without penalty and log-probabilities
     limit: int  # position at which it ends
     client: str
-    lane: _Lane | None = None  # None while it waits
+    lane: "_Lane | None" = None  # None while it waits
     pages: _RowPages | None = None  # None while it waits
     position: int = 0  # tokens in the cache once the calls so far have run, at most
     newest: int | None = None  # its newest token, which is not in the cache
@@ -251,6 +241,21 @@ class _Row:
         return len(self.prompt) - max(self.position, self.num_shared)
 
 
+@dataclasses.dataclass(eq=False)
+class _Lane:
+    """A row's place in decode calls, with the state of layers that have one in place of slots."""
+
+    index: int
+    row: _Row | None = None  # the last one that joined
+    tokens: list[int] = dataclasses.field(default_factory=list)  # of its state; []: unknown
+    last_used: int = -1  # a clock's time when its row ended; -1: never used
+
+    @property
+    def is_free(self) -> bool:
+        """Whether its row ends with the calls so far, which the host need not have read."""
+        return self.row is None or self.row.has_ended or self.row.position >= self.row.limit
+
+
 class _Call(NamedTuple):
     """A call whose tokens the host has not read."""
 
@@ -266,9 +271,9 @@ class ContinuousBatch:
     for one once it runs. In a `step`, first chunks of new prompts run, in the order of
     `moejax.inference.turns` and together no longer than the longest chunk, or where experts move a
     single chunk; then one call of decode steps of all rows whose prompts are done; then the host
-    reads the call before it. So a row's tokens wait for one chunk at most. If no row has more than
-    its first token to come, the host reads that before it dispatches the call. A row's answer is
-    what its prompt would get alone (see `Engine.generate` on rounding), unless a policy decides by the
+    reads the call before it. So a row's tokens wait for one chunk at most. If all rows of the call
+    are new, the host reads their first tokens before it dispatches it. A row's answer is what its
+    prompt would get alone (see `Engine.generate` on rounding), unless a policy decides by the
     routing of all.
 
     Pages keep their tokens when a row ends, until others need them. A prompt that begins with
@@ -340,7 +345,7 @@ class ContinuousBatch:
         """Further rows that have a lane, and do not wait behind one that lacks pages."""
         if self._lacks_pages and self._waiting:
             return 0
-        return max(0, self.num_lanes - len(self._rows))
+        return max(0, sum(lane.is_free for lane in self._lanes) - len(self._waiting))
 
     def submit(
         self, prompt: Sequence[int], settings: GenerationSettings, wants_logprobs: bool = False,
@@ -439,7 +444,7 @@ class ContinuousBatch:
         """Gives free lanes and pages to rows that wait, but for those with a leader."""
         has_joined = self._lacks_pages = False
         for row in [*self._waiting]:
-            free = [lane for lane in self._lanes if lane.row is None]
+            free = [lane for lane in self._lanes if lane.is_free]
             if not free:
                 break
             if row.leader is not None and row.leader.is_starting:
@@ -456,7 +461,7 @@ class ContinuousBatch:
                 assert self._session is not None
                 self._runner.clear_pages(self._session, unclean)
             self._waiting.remove(row)
-            lane.row, lane.tokens, row.lane, has_joined = row.number, [], lane, True
+            lane.row, lane.tokens, row.lane, has_joined = row, [], lane, True
             self._settings[lane.index] = row.settings
             self._turns.add(row)
         if has_joined:
@@ -599,6 +604,7 @@ class ContinuousBatch:
             self._turns.remove(row)
         self.pool.release(row.pages, is_clean=is_known and bool(row.known))
         lane = row.lane
-        self._to_end[lane.index] |= not is_known
-        lane.tokens = row.known[:-1] if is_known else []
-        lane.row, lane.last_used = None, self.counts.decode_calls + self.counts.chunks
+        if lane.row is row:  # else another one has joined
+            self._to_end[lane.index] |= not is_known
+            lane.tokens = row.known[:-1] if is_known else []
+            lane.last_used = self.counts.decode_calls + self.counts.chunks

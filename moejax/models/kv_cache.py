@@ -130,7 +130,7 @@ class KVCache:
         )  # fmt: skip
 
     def without_pages(self, pages: jax.Array) -> "KVCache":
-        """Fills pages int32[n] with zeros, since readers may meet what is not finite behind a row."""
+        """Fills pages int32[n] with zeros, which may hold what is not finite."""
 
         def slots(leaf: jax.Array) -> jax.Array:
             return leaf.at[:, pages].set(0, mode="promise_in_bounds")

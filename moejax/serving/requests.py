@@ -279,9 +279,8 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
 
 
 def _are_ids(given: list[Any]) -> bool:
-    if not {*map(type, given)} <= {int}:
-        return False
-    return -(2**31) < min(given, default=0) and max(given, default=0) < 2**31
+    are_integers = {*map(type, given)} <= {int}
+    return are_integers and (not given or max(max(given), -min(given)) < 2**31)
 
 
 def _messages(fields: Fields) -> list[dict[str, str]]:
