@@ -10,7 +10,8 @@ it foresaw wrongly is replaced.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -52,12 +53,10 @@ def cases(subject: Subject) -> Iterator[Case]:
     yield Case("original", functools.partial(_original, subject))
     runs = Runs(subject)
     for rate in CACHE_RATES:
-        for name, source, part, how in SETTINGS:
-            if part == "all" or subject.origins:
-                yield Case(
-                    f"{rate:g} {name}",
-                    functools.partial(runs.replaced, rate, name, source, part, how),
-                )
+        for (name, *given), orders in itertools.product(SETTINGS, ("", ", reordered")):
+            if "all" in given or subject.origins:
+                measure = functools.partial(runs.replaced, rate, name, *given, orders=bool(orders))
+                yield Case(f"{rate:g} {name}{orders}", measure)
         yield Case(f"{rate:g} left out", functools.partial(runs.left_out, rate))
     for rate in CACHE_RATES:
         yield Case(f"{rate:g} decode, prefetch", functools.partial(runs.decoded, rate))
@@ -129,9 +128,9 @@ class Runs:
         return np.sort(order[:, : self.subject.part(rate)], axis=1).astype(np.int32)
 
     def replaced(
-        self, rate: float, name: str, source: str, part: str, how: dict[str, Any]
+        self, rate: float, name: str, source: str, part: str, how: dict[str, Any], *, orders: bool
     ) -> Iterator[Point]:
-        """Buddies, random experts for the same pairs, and the same buddies in other orders."""
+        """Buddies and random experts for the same pairs, or the same buddies in other orders."""
         for windows in self.subject.both:
             found = self.profile(windows.name, source)
             lists = found.lists
@@ -141,16 +140,15 @@ class Runs:
             gains = found.gains if given.pop("gains", False) else None
             if "tae_tau" in given:
                 given["tae_tau"] = found.tau
-            layers = np.arange(len(lists.ids))[:, None, None]
-            use = np.asarray(found.activity.activations)[layers, lists.ids]
-            shuffled = reordered(lists, np.random.default_rng(0).random(lists.ids.shape))
-            kinds: dict[str, tuple[Callable[..., BuddyMoe], BuddyLists]] = {
-                "": (BuddyMoe, lists),
-                ", random at equal pairs": (MatchedRandom, lists),
-                ", by use": (BuddyMoe, reordered(lists, -use)),
-                ", shuffled": (BuddyMoe, shuffled),
-            }
-            for suffix, (make, used) in kinds.items():
+            activations = np.asarray(found.activity.activations)[:, None]
+            use = np.take_along_axis(activations, lists.ids, axis=-1)
+            random = np.random.default_rng(0).random(lists.ids.shape)
+            kinds: tuple[tuple[str, type[BuddyMoe], np.ndarray | None], ...] = (
+                (("", BuddyMoe, None), (", random at equal pairs", MatchedRandom, None)),
+                ((", by use", BuddyMoe, -use), (", shuffled", BuddyMoe, random)),
+            )[orders]
+            for suffix, make, order in kinds:
+                used = lists if order is None else reordered(lists, order)
                 policy = make(
                     lists=used, gains=gains if not suffix else None, background_bytes=0.0, **given
                 )
