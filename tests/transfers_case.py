@@ -66,7 +66,7 @@ class TransfersTestCase(SsdTestCase):
         return store
 
     def transfers(self, supply=None, **how):
-        how = {"in_flight": 3, "queue_length": 4} | how
+        how = {"in_flight": 3} | how
         found = Transfers(CACHE, self.pool, supply or self.held(), self.device, **how)
         self.resources.callback(found.close)
         return found

@@ -45,7 +45,6 @@ from moejax.experts.state import TierSlots
 from moejax.experts.transfer_programs import is_ready
 from moejax.programs import CompiledPrograms
 
-QUEUE_LENGTH = 1024  # requests that wait
 MOST_INSERTED = 8  # experts that one program writes to their slots
 _LOOKED_AT = 64  # requests, of those that wait, before a step
 WORD_NBYTES = 4  # of the words in which an expert crosses the link
@@ -153,7 +152,6 @@ class _TransferCounters:
     """Sums of requests by outcome."""
 
     requested: int = 0  # accepted
-    refused: int = 0  # that found the queue full
     repeated: int = 0  # of what is on its way already
     failed: int = 0  # of which the bytes could not be read
     moved: int = 0  # experts that were sent over the link
@@ -194,7 +192,6 @@ class Transfers:
         device: jax.Device,
         *,
         in_flight: int,
-        queue_length: int = QUEUE_LENGTH,
     ) -> None:
         """Allocates the blocks and compiles what runs between steps.
 
@@ -203,12 +200,11 @@ class Transfers:
           pool: gives the shapes.
           in_flight: experts at once between their row and their slot: so many blocks of host
             memory, and at most so many experts on the device beside the pool.
-          queue_length: most requests that wait; more are refused.
         """
         self.counters, self.most_in_flight = _TransferCounters(), in_flight
         self._mesh = mesh = mesh_of(pool.residency.clock.sharding)
         self.programs = CompiledPrograms(mesh=mesh)
-        self._cache, self._supply, self._queue_length = cache, supply, queue_length
+        self._cache, self._supply = cache, supply
         rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]
         self._layout = _BlobLayout.of(rows)
         words = jax.ShapeDtypeStruct((self._layout.num_words,), np.uint32)
@@ -243,7 +239,7 @@ class Transfers:
             return [*self._queue, *self._moving]
 
     def request(self, layer: int, experts: Iterable[int]) -> None:
-        """Asks for experts of a layer, the most urgent first; refused where the queue is full."""
+        """Asks for experts of a layer, the most urgent first."""
         with self._lock:
             if self._is_closed:
                 raise ValueError("the transfers are closed")
@@ -254,8 +250,6 @@ class Transfers:
                     raise ValueError(f"no expert {expert[1]} of sparse layer {expert[0]}")
                 if expert in self._queue or expert in self._moving:
                     self.counters.repeated += 1
-                elif len(self._queue) >= self._queue_length:
-                    self.counters.refused += 1
                 else:
                     self._queue[expert] = None
                     self.counters.requested += 1
