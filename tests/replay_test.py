@@ -63,14 +63,12 @@ class PlainPools:
         ]
         everyone = range(trace.num_experts)
         is_full = [slots >= trace.num_experts for slots in run.slots]
-        if run.shares_slots:
-            is_full = [False, False]
         self.is_full, self.refines = is_full, run.refines or (False,) * len(run.slots)
         ends = np.cumsum(run.slots)
         for layer, t in itertools.product(self.held, tiers):
             if is_full[t]:
                 layer[t] |= dict.fromkeys(everyone, (1, False))
-            elif not (any(is_full) or run.shares_slots) and ends[-1] >= trace.num_experts:
+            elif not any(is_full) and ends[-1] >= trace.num_experts:
                 mine = range(ends[t] - run.slots[t], min(ends[t], trace.num_experts))
                 layer[t] |= dict.fromkeys(mine, (1, False))
         self.events = np.zeros((2, len(EVENTS), len(run.tiers)), int)
@@ -91,48 +89,7 @@ class PlainPools:
         for layer, tiers in enumerate(self.held):
             for t, held in enumerate(tiers):
                 found[layer, t, list(held)] = True
-        if self.run.shares_slots:  # a refinement serves with its base plane alone
-            found[:, 0] &= found[:, 1]
         return found
-
-    def admit_planes(
-        self, phase: int, layer: int, needed: list[set[int]], ahead: bool
-    ) -> list[int]:
-        """Admits planes that a pool of both tiers lacks; how many of each tier came."""
-        held, slots = self.held[layer], self.run.slots[1]
-        coming = [(t, e) for t in (1, 0) for e in sorted(needed[t] - held[t].keys())]
-        if ahead:
-            coming = [(t, e) for t, e in coming if t == 1 or e in held[1]]
-        victims = sorted(
-            (use, t, e, unused)
-            for t in (0, 1) for e, (use, unused) in held[t].items() if e not in needed[t]
-        )  # fmt: skip
-        free = slots - len(held[0]) - len(held[1])
-        num = len(coming) if len(coming) <= free + len(victims) else free
-        for _, t, expert, unused in victims[: max(0, num - free)]:
-            del held[t][expert]
-            self.count(phase, "evictions", t)
-            self.count(phase, "prefetch_waste", t, int(unused))
-        for t, expert in coming[:num]:
-            held[t][expert] = (self.clock, ahead)
-        return [sum(of == t for of, _ in coming[:num]) for t in (0, 1)]
-
-    def run_planes(self, phase: int, layer: int, asked: dict[int, int]) -> None:
-        """Runs experts in the tiers that are asked for; a high one needs both planes."""
-        held = self.held[layer]
-        needed = [{e for e, tier in asked.items() if tier == 0}, set(asked)]
-        missing = [needed[t] - held[t].keys() for t in (0, 1)]
-        for t in (0, 1):
-            self.count(phase, "needed", t, len(needed[t]))
-            self.count(phase, "misses", t, len(missing[t]))
-            self.count(phase, "hits", t, len(needed[t] - missing[t]))
-            for expert in needed[t] - missing[t]:
-                self.count(phase, "prefetch_hits", t, int(held[t][expert][1]))
-                held[t][expert] = (self.clock, False)
-        came = self.admit_planes(phase, layer, needed, False)
-        for t in (0, 1):
-            self.count(phase, "admitted", t, came[t])
-            self.count(phase, "streamed", t, len(missing[t]) - came[t])
 
     def leave_other_tiers(self, layer: int, tier: int, experts: set[int]) -> None:
         for t, held in enumerate(self.held[layer]):
@@ -167,11 +124,7 @@ class PlainPools:
         self.clock += 1
         ahead = np.full(self.trace.num_experts, -1)
         for layer in range(self.trace.num_layers):
-            if self.run.shares_slots:
-                planes = [set(np.flatnonzero(mask).tolist()) for mask in (ahead == 0, ahead >= 0)]
-                for t, came_of in enumerate(self.admit_planes(phase, layer, planes, True)):
-                    self.count(phase, "prefetched", t, came_of)
-            for t in range(0 if self.run.shares_slots else len(self.run.tiers)):
+            for t in range(len(self.run.tiers)):
                 wanted = set(np.flatnonzero(ahead == t).tolist())
                 there = set().union(*(held.keys() for held in self.held[layer][: t + 1]))
                 came = self.admit(phase, layer, t, wanted - there, wanted, True)
@@ -205,16 +158,14 @@ class PlainPools:
             if int(decision.tier[n, a]) == asked[expert]:
                 strict[expert] = strict.get(expert, False) or not bool(decision.at_least[n, a])
         held, runs, misses = self.held[layer], dict(asked), set()
-        if self.run.shares_slots:
-            self.run_planes(phase, layer, asked)
-        for expert, tier in asked.items() if not self.run.shares_slots else ():
+        for expert, tier in asked.items():
             better = [t for t in range(tier) if expert in held[t] and not self.refines[t]]
             if better and not strict[expert]:
                 runs[expert] = better[-1]
                 self.count(phase, "reused", better[-1])
             elif expert not in held[tier]:
                 misses.add(expert)
-        for expert, tier in runs.items() if not self.run.shares_slots else ():
+        for expert, tier in runs.items():
             self.count(phase, "needed", tier)
             self.count(phase, "misses" if expert in misses else "hits", tier)
             if expert not in misses:
@@ -222,7 +173,7 @@ class PlainPools:
                 held[tier][expert] = (self.clock, False)
             else:
                 self.leave_other_tiers(layer, tier, {expert})
-        for t in range(0 if self.run.shares_slots else len(held)):
+        for t in range(len(held)):
             mine = {e for e, tier in runs.items() if tier == t}
             came = self.admit(phase, layer, t, mine & misses, mine, False)
             self.count(phase, "admitted", t, len(came))
@@ -316,7 +267,8 @@ RUNS = {
 }
 
 
-FAST = ("dymoe 4/2",)  # shared slots: refining_tiers_test.py
+FAST = ("dymoe 4/2",)
+APART = [name for name, run in RUNS.items() if not run.shares_slots]  # refining_tiers_test.py
 
 
 @functools.cache
@@ -331,7 +283,7 @@ def decoded(name: str, event: str) -> np.ndarray:
 
 class ReplayTest(parameterized.TestCase):
     @slow.where(lambda name: name not in FAST)
-    @parameterized.parameters(*RUNS)
+    @parameterized.parameters(*APART)
     def test_events_are_those_of_plain_python(self, name):
         found = result(name)
         self.compare(found, PlainPools(TRACE, RUNS[name]))
