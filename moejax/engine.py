@@ -28,7 +28,7 @@ from moejax.experts.bits import BitsPerWeight, bits_of
 from moejax.experts.budget import Budget, Limits
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger
-from moejax.experts.load import load_limited, load_whole
+from moejax.experts.load import load_limited
 from moejax.experts.placement import handed_out, load_of
 from moejax.experts.tiering import Tiering
 from moejax.inference.batch import RowBatch, raise_errors
@@ -182,9 +182,6 @@ class Engine:
             raise MoejaxError("a policy runs in one process: leave policy out, or start one alone")
         tokenizer = Tokenizer.from_directory(checkpoint.directory)  # before weights take minutes
         defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
-        memory: ExpertMemory | None = None
-        budget: Budget | None = None
-        sizes = PlannedSizes()
         planned = context or min(PLANNED_CONTEXT, checkpoint.config.context_limit)
         chosen = checkpoint.choose_dtype(dtype, device)
         if devices is not None:
@@ -199,27 +196,21 @@ class Engine:
                 experts = handed_out(mesh, checkpoint.config, load_of(checkpoint))
             devices = dataclasses.replace(devices, splits_heads=by_heads, handed_out=experts)
         with plain_memory_errors(device):
-            if limits is None and policy is None:
-                weights = load_whole(
-                    checkpoint, dtype=dtype, device=device, progress=progress, mesh=devices
-                )
-            else:
-                target = target_of(device)
-                together = 1 if running else batch  # in a prefill step
-                chunks = planned_chunks(
-                    checkpoint.config, together, planned, chosen.itemsize, target
-                )
-                weights, memory, budget = load_limited(
-                    checkpoint, limits or Limits(), policy, dtype=dtype, device=device,
-                    batch=batch, context=planned, chunks=chunks, progress=progress, mesh=devices,
-                    is_running=running,
-                )  # fmt: skip
-                sizes = PlannedSizes.of(budget)
+            together = 1 if running else batch  # in a prefill step
+            chunks = planned_chunks(
+                checkpoint.config, together, planned, chosen.itemsize, target_of(device)
+            )
+            weights, memory, budget = load_limited(
+                checkpoint, limits or Limits(), policy, dtype=dtype, device=device, batch=batch,
+                context=planned, chunks=chunks, progress=progress, mesh=devices, is_running=running,
+            )  # fmt: skip
+        is_planned = limits is not None or policy is not None
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
             device=device, context=context, memory=memory, defaults=defaults, mesh=devices,
         )  # fmt: skip
-        engine.budget, engine._runner.planned = budget, sizes
+        if is_planned:  # else the sizes of calls have no bound
+            engine.budget, engine._runner.planned = budget, PlannedSizes.of(budget)
         if progress:
             engine._runner.programs.announce = compile_notice
         engine.load_seconds = time.perf_counter() - start

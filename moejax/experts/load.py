@@ -128,27 +128,6 @@ def load_limited(
     return weights, ExpertMemory(memories, names, policy, width=width), budget
 
 
-def load_whole(
-    checkpoint: Checkpoint, *, dtype: str, device: jax.Device, progress: bool,
-    mesh: DeviceMesh | None = None,
-) -> Mapping[str, Weight]:  # fmt: skip
-    """Loads a model to the device without a plan; MoejaxError where it has no room for it."""
-    room = room_nbytes(device)
-    if room is not None:
-        chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-        count, by_heads = (mesh.size, mesh.splits_heads) if mesh else (1, False)
-        handed_out = mesh.num_handed_out if mesh else 0
-        sizes = checkpoint_sizes(
-            checkpoint, chosen, count, by_heads=by_heads, handed_out=handed_out
-        )
-        config = checkpoint.config
-        num_experts = handed_out or config.num_experts
-        experts = len(config.moe_layers) * num_experts * sizes.expert_nbytes
-        experts += sizes.low_rank_nbytes
-        check_room({**sizes.weights_nbytes, "experts": experts}, room)
-    return checkpoint.load(dtype=dtype, device=device, progress=progress, mesh=mesh)
-
-
 def _disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
     """Returns the checkpoint whose files experts are read from; errors as of `open_like`."""
     return open_like(limits.disk_path, checkpoint, "memory.disk_path=", checkpoint.read_bits)
