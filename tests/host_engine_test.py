@@ -35,12 +35,20 @@ from moejax.routing.simulate.runs import Run, run_policies
 from moejax.routing.trace import read_trace
 from pallas_kernels import host_job
 from pallas_kernels import host_mailbox as mailbox
+from tests.hf_checkpoints import TinyCheckpoint, write_random_checkpoint
 from tests.random_checkpoints import TINY
 
 CONFIG = ModelConfig(**TINY | {
     "model_dim": 64, "num_layers": 2, "head_dim": 16, "num_experts": 16, "expert_dim": 64,
     "mlp_dim": 64, "moe_layers": (0, 1), "experts_per_token": 4,
 })  # fmt: skip
+OSS = TinyCheckpoint(
+    family="gpt_oss", mxfp4=True,
+    fields={
+        "num_hidden_layers": 2, "num_local_experts": 16, "num_experts_per_tok": 4,
+        "swiglu_limit": 1.0,
+    },
+)  # fmt: skip
 SPLIT, SLOTS = (0, 0, 1, 2, 3), 5
 PROMPT = np.random.default_rng(5).integers(0, CONFIG.vocab_size, 9).tolist()
 DIRECTORY: Path
@@ -61,9 +69,11 @@ def setUpModule():
 
 @functools.cache
 def checkpoint(form: str) -> Path:
-    """The model as it is, or in codes: int3 lies in two planes, int4 in one."""
+    """The model as it is, or in codes: int3 lies in two planes, int4 in one; or gpt-oss."""
     output = DIRECTORY / form
-    if form != "plain":
+    if form == "mxfp4":
+        write_random_checkpoint(OSS, output, seed=0)
+    elif form != "plain":
         scheme = Scheme(
             method="rtn", bits=int(form[3:]), group_size=32, zero_kind="float",
             scale_dtype="float16", factor_bits=8,
@@ -180,6 +190,10 @@ class EngineTest(parameterized.TestCase):
         self.assertLess(error, 1e-3)
         self.assertGreater(error, 0)
 
+    def check_planned(self, engine: Engine) -> None:
+        planned = [nbytes for name, nbytes in engine.budget.host.items() if "cores" in name]
+        self.assertEqual(sum(planned), engine._runner.memory.tiers[0].host.nbytes)
+
     def check_ledger(self, ledger: TierLedger, trace: Path) -> None:
         run = Run(
             policy=OnDemand(), tiers=("stored",), expert_bytes=(ledger.expert_bytes,),
@@ -212,8 +226,7 @@ class EngineTest(parameterized.TestCase):
         self.assertRegex(
             engine.host_text, r"the host's cores \(2 threads, .* GiB/s; the link .*\) multiply"
         )
-        planned = dict(engine.budget.host)
-        self.assertEqual(planned["mailbox of the host's cores"], memory.host.nbytes)
+        self.check_planned(engine)
         tables = memory.pool.residency, memory.pool.counts, memory.pool.jobs
         tables = *tables, memory.store.row_of, memory.store.jobs
         found = sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
@@ -229,6 +242,13 @@ class EngineTest(parameterized.TestCase):
         # Prompts, and steps of several sequences, fetch every miss.
         self.assertEqual(engine.ledger.tiers["stored"].on_host, before[0])
         self.assertGreater(engine.ledger.total("misses"), before[1])
+
+    @pytest.mark.slow
+    def test_tokens_logits_and_counts_of_gpt_oss(self):
+        with on_a_cpu():
+            engine = self.host_engine("mxfp4")
+            self.check_tokens("mxfp4", engine)
+        self.check_planned(engine)
 
     @pytest.mark.slow
     def test_a_reply_that_does_not_come_is_one_line(self):
@@ -247,17 +267,18 @@ class EngineTest(parameterized.TestCase):
 class DeviceTest(parameterized.TestCase):
     """The kernels and the threads themselves, on a machine with four cores or more."""
 
-    def engine(self, threads: int) -> Engine:
+    def engine(self, threads: int, form: str = "int4") -> Engine:
         engine = Engine.from_pretrained(
-            checkpoint("int4"), dtype="float32", platform="gpu", progress=False, context=128,
+            checkpoint(form), dtype="float32", platform="gpu", progress=False, context=128,
             limits=Limits(slots=SLOTS, transient=4, host_threads=threads),
         )  # fmt: skip
         self.addCleanup(engine.close)
         return engine
 
-    def test_a_gpu_and_its_host_answer_as_the_gpu_alone(self):
+    @parameterized.parameters("int4", "mxfp4")
+    def test_a_gpu_and_its_host_answer_as_the_gpu_alone(self, form):
         with mock.patch.object(host_cores, "_best_split", lambda *_: SPLIT):
-            plain, engine = self.engine(0), self.engine(-1)
+            plain, engine = self.engine(0, form), self.engine(-1, form)
         (expected_tokens, expected), (tokens, found) = logprobs(plain), logprobs(engine)
         self.assertEqual(tokens, expected_tokens)
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
@@ -299,7 +320,7 @@ class RefusalTest(parameterized.TestCase):
 
     def test_other_experts_machines_and_policies(self):
         with on_a_cpu():
-            with self.assertRaisesRegex(MoejaxError, "not in INT2, INT3, INT4 or INT8"):
+            with self.assertRaisesRegex(MoejaxError, "not in INT2, .* or MXFP4"):
                 limited("plain", host_threads=2)
             with (
                 mock.patch.object(load, "machine_refusal", lambda: "it has 2 cores"),
@@ -311,5 +332,5 @@ class RefusalTest(parameterized.TestCase):
                 checkpoint("int4"), platform="cpu", progress=False,
                 limits=Limits(host_threads=2), policy=Tiering(policy="on_demand"),
             )  # fmt: skip
-        biased = dataclasses.replace(CONFIG, expert_bias=True)
-        self.assertRegex(host_cores.job_refusal(biased), "biases")
+        wide = dataclasses.replace(CONFIG, num_experts=32, experts_per_token=mailbox.MOST + 1)
+        self.assertRegex(host_cores.job_refusal(wide), "up to 16 experts")

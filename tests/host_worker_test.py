@@ -19,17 +19,21 @@ from moejax.experts import host_worker
 from moejax.experts.pinned_memory import allocate_host_arrays
 from moejax.weights.qtensor import CodesKind, QTensor
 from pallas_kernels import host_mailbox
+from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.packed import PackedMatrices, dequantize
 
 EXPERTS = 5
 # Bits, group size, zeros, scales, model and expert dims: rows of whole blocks, with a rest, shorter
-# than a block, and groups of several blocks.
+# than a block, and groups of several blocks. Scales of uint8 are MXFP4's.
 FORMS = (
     (4, 64, "float", "float16", 512, 256), (4, 32, "integer", "float16", 288, 64),
     (2, 128, "float", "float32", 384, 128), (3, 64, "symmetric", "float16", 320, 64),
     (3, 512, "float", "float16", 1024, 512), (8, 64, "integer", "float32", 256, 192),
-    (8, 2000, "symmetric", "float16", 544, 96),
+    (8, 2000, "symmetric", "float16", 544, 96), (4, 32, "symmetric", "uint8", 352, 512),
+    (4, 32, "symmetric", "uint8", 320, 288),
 )  # fmt: skip
+# As gpt-oss has it, with a limit that gates and ups exceed.
+CLAMPED = Gating(alpha=1.702, limit=0.4, up_offset=1.0)
 
 
 def random_matrices(rng: np.random.Generator, kind: CodesKind, outputs: int, inputs: int):
@@ -38,6 +42,9 @@ def random_matrices(rng: np.random.Generator, kind: CodesKind, outputs: int, inp
     for name, of in kind.arrays((EXPERTS, outputs, inputs)).items():
         if name == "words":
             made[name] = rng.integers(0, 2**32, of.shape, np.uint32)
+        elif name == "scales" and kind.is_mxfp4:
+            middle = 126 - round(np.log2(3 * inputs**0.5))
+            made[name] = rng.integers(middle - 1, middle + 2, of.shape, np.uint8)
         elif of.dtype == np.uint8:
             made[name] = rng.integers(0, 2**kind.bits, of.shape, np.uint8)
         else:
@@ -63,7 +70,10 @@ class WorkersTest(parameterized.TestCase):
         if refusal := host_worker._cpu_facts() is None or shutil.which("c++") is None:
             self.skipTest(f"no AVX2 or no compiler: {refusal}")
 
-    def start(self, kind: CodesKind, model_dim: int, expert_dim: int, count: int = 2):
+    def start(
+        self, kind: CodesKind, model_dim: int, expert_dim: int, count: int = 2,
+        gating: Gating = SWIGLU,
+    ):  # fmt: skip
         rng = np.random.default_rng(0)
         self.gate_up = random_matrices(rng, kind, 2 * expert_dim, model_dim)
         self.down = random_matrices(rng, kind, model_dim, expert_dim)
@@ -73,17 +83,26 @@ class WorkersTest(parameterized.TestCase):
         )
         self.mailbox = held.views[0]
         self.mailbox[:] = 0
-        workers = host_worker.Workers(count, self.mailbox, self.gate_up, self.down)
+        self.biases = [
+            (gating != SWIGLU) * rng.normal(0, 0.3, (EXPERTS, of.words.shape[1])).astype(np.float32)
+            for of in (self.gate_up, self.down)
+        ]
+        biases = () if gating == SWIGLU else self.biases
+        workers = host_worker.Workers(count, self.mailbox, self.gate_up, self.down, gating, biases)
         self.addCleanup(workers.stop)
         return workers
 
     def numbers(self, at: int, count: int) -> np.ndarray:
         return self.mailbox[at : at + 4 * count].view(np.float32)
 
-    @parameterized.parameters(*FORMS)
-    def test_a_job_is_the_sum_of_its_experts(self, bits, group, zeros, scales, model, expert):
+    @parameterized.parameters(
+        *((SWIGLU, *form) for form in FORMS), *((CLAMPED, *form) for form in (FORMS[0], FORMS[-1]))
+    )
+    def test_a_job_is_the_sum_of_its_experts(
+        self, gating, bits, group, zeros, scales, model, expert
+    ):
         kind = CodesKind(bits=bits, group_size=group, zero_kind=zeros, scale_dtype=scales)
-        workers = self.start(kind, model, expert, count=3)
+        workers = self.start(kind, model, expert, count=3, gating=gating)
         self.assertIsNone(host_worker.form_refusal(self.gate_up))
         rng, rows = np.random.default_rng(1), np.array([[4, -1, 0, 2]], np.int32)
         x, weights = rng.standard_normal(model).astype(np.float32), [0.5, 9.0, 0.25, -1.0]
@@ -92,8 +111,13 @@ class WorkersTest(parameterized.TestCase):
         for _ in range(2):
             workers.run_jobs(rows)
         found = self.numbers(self.layout.reply + 64, model)
-        gate, up = np.split(float64(self.gate_up) @ x.astype(np.float64), 2, axis=1)
-        each = np.einsum("edf,ef->ed", float64(self.down), gate / (1 + np.exp(-gate)) * up)
+        sums = float64(self.gate_up) @ x.astype(np.float64) + self.biases[0]
+        gate, up = np.split(sums, 2, axis=1)
+        if gating.limit:
+            self.assertGreater(min(gate.max(), up.max(), -up.min()), gating.limit)
+            gate, up = np.minimum(gate, 0.4), np.clip(up, -0.4, 0.4) + 1
+        hidden = gate / (1 + np.exp(-gating.alpha * gate)) * up
+        each = np.einsum("edf,ef->ed", float64(self.down), hidden) + self.biases[1]
         expected = 0.5 * each[4] + 0.25 * each[0] - each[2]
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         # Inputs in 16 bits are off by half of 1 / 32000 of the largest at most.
@@ -140,7 +164,6 @@ class WorkersTest(parameterized.TestCase):
 
 class RefusalTest(parameterized.TestCase):
     @parameterized.parameters(
-        (CodesKind(bits=4, group_size=32, scale_dtype="uint8"), "INT2, INT3"),
         (CodesKind(bits=4, group_size=64, zero_kind="float", by_planes=True), "one piece"),
         (CodesKind(bits=4, group_size=96), "rows of 288 in groups of 96"),
     )

@@ -408,7 +408,7 @@ class _ShapeModels:
         """Slots of one precision by a budget, or of its last plane, of `refines` bits."""
         rows = self._made_rows(bits, part, refines)
         memory = empty_tier(
-            part, rows, rows.store, self._own, self.device, self._mesh, refines=refines
+            part, rows, rows.store, self._own, self.device, self._mesh, self._dense, refines=refines
         )
         if memory.host is not None:
             print_stderr(memory.host.text)

@@ -23,7 +23,6 @@ from moejax.models.config import ModelConfig
 from moejax.weights.qtensor import QTensor
 from pallas_kernels import host_mailbox as mailbox
 from pallas_kernels.cache_plan import Fetch
-from pallas_kernels.gating import SWIGLU
 from pallas_kernels.host_mailbox import MOST, Mailbox
 
 TRIP_S = 25e-6  # a job and its reply beside its products (H100, 24 to 29 us, 2026-11-26)
@@ -61,25 +60,30 @@ class HostCores:
     """
 
     def __init__(
-        self, gate_up: QTensor, down: QTensor, width: int, threads: int, device: jax.Device
-    ) -> None:
+        self, gate_up: QTensor, down: QTensor, config: ModelConfig, threads: int,
+        device: jax.Device, row_of: np.ndarray, biases: Sequence[jax.Array] = (),
+    ) -> None:  # fmt: skip
         """Starts threads, as `Workers`.
 
         Args:
           gate_up: [R, 2F, D], numpy views of the rows in host memory.
           down: [R, D, F], likewise.
-          width: A, experts a token.
+          row_of: int32[M, E], the experts' rows.
+          biases: [M, E, 2F] and [M, E, D], of which they get copies; none where there are none.
         """
-        layout = Mailbox(gate_up.num_inputs)
-        (self._held,) = allocate_host_arrays(
-            [jax.ShapeDtypeStruct((layout.nbytes,), np.uint8)], device
-        )
-        self._mailbox, self._reply = self._held.views[0], layout.reply
-        self._mailbox[:] = 0
+        layout, width = Mailbox(gate_up.num_inputs), config.experts_per_token
         self._num_rows, self.threads = gate_up.words.shape[0], threads
+        shapes = [jax.ShapeDtypeStruct((self._num_rows, of.shape[-1]), np.float32) for of in biases]
+        self._held = allocate_host_arrays(
+            [jax.ShapeDtypeStruct((layout.nbytes,), np.uint8), *shapes], device
+        )
+        self._mailbox, *copies = (held.views[0] for held in self._held)
+        self._mailbox[:], self._reply = 0, layout.reply
+        for copy, of in zip(copies, biases, strict=True):
+            copy[row_of] = of
         self.split: tuple[int, ...] = (0,) * (width + 1)
         self.text = ""
-        self._workers = Workers(threads, self._mailbox, gate_up, down)
+        self._workers = Workers(threads, self._mailbox, gate_up, down, config.gating, copies)
 
     @property
     def operands(self) -> tuple[np.ndarray, np.ndarray]:
@@ -94,8 +98,8 @@ class HostCores:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the mailbox."""
-        return self._mailbox.nbytes
+        """Bytes of the mailbox and of biases."""
+        return sum(held.array.nbytes for held in self._held)
 
     @property
     def failures(self) -> int:
@@ -139,8 +143,6 @@ class HostCores:
 
 def job_refusal(config: ModelConfig) -> str | None:
     """Reason why a model's layers fit no job, or None."""
-    if config.gating != SWIGLU or config.expert_bias:
-        return "its experts have biases or no SwiGLU"
     if config.experts_per_token > MOST or config.model_dim % 32:
         return f"a job has up to {MOST} experts, of a width that 32 divides"
     return None

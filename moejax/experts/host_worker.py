@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.weights.qtensor import QTensor
+from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.host_mailbox import Mailbox
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -22,15 +24,22 @@ _FLAGS = (
     "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros", "-ffinite-math-only", "-w",
 )  # fmt: skip
 _KINDS = {"float16": 1, "float32": 2, "uint8": 3}  # of arrays; 0: there is none
+_EXPONENTS = 4  # kind of MXFP4's scales
 LEAST_CORES = 4
 _BLOCK = 256  # codes that share words
+
+
+class _Gating(ctypes.Structure):
+    """`Gating` of the library."""
+
+    _fields_ = [(name, ctypes.c_float) for name in ("alpha", "limit", "offset")]
 
 
 class _Form(ctypes.Structure):
     """`Matrices` of the library."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros")),
+        *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros", "biases")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
         *((name, ctypes.c_int32) for name in ("bits", "group", "scale_kind", "zero_kind")),
     ]
@@ -65,12 +74,8 @@ def _cpu_facts() -> str | None:
 
 def form_refusal(matrices: object) -> str | None:
     """Reason why the library cannot multiply [S, N, K] of some form, or None."""
-    if (
-        not isinstance(matrices, QTensor)
-        or matrices.scales.dtype == np.uint8
-        or (matrices.refinements)
-    ):
-        return "they are not in INT2, INT3, INT4 or INT8 in one piece"
+    if not isinstance(matrices, QTensor) or matrices.refinements:
+        return "they are not in INT2, INT3, INT4, INT8 or MXFP4 in one piece"
     if matrices.compensators:
         return "they have low-rank compensators"
     if matrices.permutation is not None:
@@ -82,7 +87,7 @@ def form_refusal(matrices: object) -> str | None:
     return None
 
 
-def _form(m: QTensor) -> _Form:
+def _form(m: QTensor, biases: np.ndarray | None) -> _Form:
     """Describes matrices whose arrays are numpy's."""
 
     def of(array: Any) -> tuple[int, int]:
@@ -90,8 +95,8 @@ def _form(m: QTensor) -> _Form:
 
     (words, _), (scales, scale_kind), (zeros, zero_kind) = map(of, (m.words, m.scales, m.zeros))
     return _Form(
-        words, scales, zeros, m.words.shape[1], m.num_inputs, m.bits, m.group_size, scale_kind,
-        zero_kind,
+        words, scales, zeros, of(biases)[0], m.words.shape[1], m.num_inputs, m.bits, m.group_size,
+        _EXPONENTS if m.is_mxfp4 else scale_kind, zero_kind,
     )  # fmt: skip
 
 
@@ -103,6 +108,7 @@ class Workers:
 
     def __init__(
         self, count: int, mailbox: np.ndarray, gate_up: QTensor, down: QTensor,
+        gating: Gating = SWIGLU, biases: Sequence[np.ndarray] = (),
     ) -> None:  # fmt: skip
         """Compiles the library, unless it is there, and starts threads.
 
@@ -110,6 +116,7 @@ class Workers:
           mailbox: uint8[`Mailbox.nbytes`].
           gate_up: [S, 2F, D], of numpy arrays that stay where they are.
           down: [S, D, F], likewise.
+          biases: float32[S, 2F] and [S, D], likewise, or none.
 
         Raises:
           MoejaxError: there is no compiler, or it fails.
@@ -120,8 +127,12 @@ class Workers:
             raise ValueError("the mailbox begins at no multiple of 64 bytes")
         self.mailbox, self._address = mailbox, ctypes.c_void_p(mailbox.ctypes.data)
         self._reply = ctypes.c_int64(Mailbox(gate_up.num_inputs).reply)
-        forms = (_Form * 2)(_form(gate_up), _form(down))
-        self._workers: int | None = library.start_workers(count, self._address, self._reply, forms)
+        forms = (_Form * 2)(*map(_form, (gate_up, down), biases or (None, None)))
+        limit = np.finfo(np.float32).max if gating.limit is None else gating.limit
+        how = _Gating(gating.alpha, limit, gating.up_offset)
+        self._workers: int | None = library.start_workers(
+            count, self._address, self._reply, forms, how
+        )
 
     def wake(self) -> None:
         """Has them look for jobs: called when a step is dispatched."""

@@ -51,6 +51,7 @@ from moejax.experts.tiering import (
 from moejax.experts.transfers import Transfers
 from moejax.models.attention import copies_cache, stores_scores
 from moejax.models.config import ModelConfig
+from moejax.models.leaf_kinds import EXPERT_BIASES
 from moejax.policies.base import AnyPolicy, PolicySpec, default_prefetch, moves_between_steps
 from moejax.policies.dymoe import importance_nbytes
 from moejax.quantization.pipeline.expert_rows import QuantizedRows
@@ -117,7 +118,7 @@ def load_limited(
     for tier, source, plane, part in zip(stored, sources, refines, budget.tiers, strict=True):
         memory = _load_tier(
             source, part, tier, tiering, dtype=dtype, device=device, progress=progress,
-            last_plane=plane, mesh=mesh,
+            last_plane=plane, mesh=mesh, dense=weights,
         )  # fmt: skip
         if tiering is not None:
             if tiering.emulate:
@@ -364,6 +365,7 @@ def _load_tier(
     progress: bool,
     last_plane: bool,
     mesh: DeviceMesh | None,
+    dense: Mapping[str, Weight],
 ) -> TierMemory:
     """Fills host rows, allocates an empty pool, opens the disk if rows are few."""
     limits = budget.limits
@@ -399,7 +401,7 @@ def _load_tier(
     else:
         reader.close()
     return empty_tier(
-        budget, reader, store, checkpoint.config, device, mesh, refines=own.plane_bits,
+        budget, reader, store, checkpoint.config, device, mesh, dense, refines=own.plane_bits,
         terms=terms, disk=disk,
     )  # fmt: skip
 
@@ -411,6 +413,7 @@ def empty_tier(
     config: ModelConfig,
     device: jax.Device,
     mesh: DeviceMesh | None,
+    dense: Mapping[str, Weight],
     *,
     refines: int = 0,
     terms: Any = ((), ()),
@@ -422,6 +425,7 @@ def empty_tier(
       rows: the source of `store`, and of `disk` where some experts are there alone, with the forms
         `gate_up` and `down` of its experts.
       store: None: no expert is in host memory.
+      dense: weights by name, with the experts' biases if they have any.
       refines: as `TierSpec.refines`.
       terms: as `HostRows.terms`.
     """
@@ -445,23 +449,24 @@ def empty_tier(
     gate_up, down = jax.tree.unflatten(tree, arrays)
     memory = TierMemory(spec, gate_up, down, supply.row_of, place, terms, disk)
     if limits.host_threads and store is not None:
-        _use_host(
-            memory, jax.tree.unflatten(tree, store.views), config, limits.host_threads, device
-        )
+        views = jax.tree.unflatten(tree, store.views)
+        biases = [dense[name] for name in EXPERT_BIASES if name in dense]
+        _use_host(memory, views, biases, config, limits.host_threads, device)
     if limits.bulk:
         memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=limits.bulk)
     return memory
 
 
 def _use_host(
-    memory: TierMemory, views: tuple[Any, Any], config: ModelConfig, threads: int,
-    device: jax.Device,
+    memory: TierMemory, views: tuple[Any, Any], biases: Sequence[Any], config: ModelConfig,
+    threads: int, device: jax.Device,
 ) -> None:  # fmt: skip
     """Has the host's cores multiply some misses, from a table that is measured now.
 
     Args:
       memory: of one tier, empty.
       views: numpy's of the host's rows, gate_up [R, 2F, D] and down [R, D, F].
+      biases: as `HostCores`.
       threads: as `Limits.host_threads`, not 0.
 
     Raises:
@@ -470,7 +475,8 @@ def _use_host(
     reasons = [machine_refusal(), *map(form_refusal, views), job_refusal(config)]
     if said := next(filter(None, reasons), None):
         raise MoejaxError(f"memory.host_threads={threads} cannot be: {said}; set it to 0")
-    host = HostCores(*views, config.experts_per_token, num_threads(threads), device)
+    row_of = np.asarray(memory.store.row_of)
+    host = HostCores(*views, config, num_threads(threads), device, row_of, biases)
     tier = TierStep(memory.spec, config, memory.store, "block", ops.Kernels(target_of(device)))
     memory.pool = measure(host, tier, memory.pool, memory.ledger.expert_bytes)
     logging.info("%s", host.text)

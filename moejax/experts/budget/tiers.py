@@ -43,6 +43,7 @@ LONGER_CHUNK_COST = 1.05
 STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
 MAILBOX = "mailbox of the host's cores"  # likewise
+BIASES = "biases for the host's cores"  # likewise
 
 
 def _plan_tier(run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1) -> TierBudget:
@@ -123,8 +124,8 @@ class _TierPlan:
         }
         if said := next((reason for reason, holds in reasons.items() if holds), ""):
             raise BudgetError(
-                f"memory.host_threads={self.limits.host_threads} needs experts in INT2, INT3, INT4 "
-                f"or INT8, all in host memory, on one GPU, but {said}: set it to 0"
+                f"memory.host_threads={self.limits.host_threads} needs experts in INT2, INT3, "
+                f"INT4, INT8 or MXFP4, all in host memory, on one GPU, but {said}: set it to 0"
             )
 
     def dense(self) -> dict[str, int]:
@@ -272,7 +273,10 @@ class _TierPlan:
                 host[EMBEDDINGS] = self.run.embeddings_nbytes
             if self.limits.host_threads:
                 self.check_host_threads()
-                host[MAILBOX] = Mailbox(self.run.config.model_dim).nbytes
+                c = self.run.config
+                host[MAILBOX] = Mailbox(c.model_dim).nbytes
+                if c.expert_bias:
+                    host[BIASES] = 4 * rows * (2 * c.expert_dim + c.model_dim)
             if self.limits.bulk:
                 host["blocks of transfers between steps"] = self.run.num_devices * self.bulk_nbytes
             if rows < num_experts:

@@ -99,8 +99,7 @@ def cases(
         yield case(4, budgets, EVEN, "prompt", 120)
     for routing in routings if budgets else ():
         yield case(4, budgets, routing, "one", 150)
-        if not is_mxfp4:  # no job of the cores has biases
-            yield case(4, budgets, routing, "one", 150, threads=-1)
+        yield case(4, budgets, routing, "one", 150, threads=-1)
         if routing == RECORDED:  # which says how much a look-ahead predicts
             enough = [gib for gib in budgets if gib >= LEAST_AHEAD_GIB]
             width = CONFIGS[shape].experts_per_token
