@@ -255,7 +255,12 @@ class EngineTest(parameterized.TestCase):
         plain = limited()
         with on_a_cpu(reply=functools.partial(add_reply, wait_s=0.2)):
             engine = self.host_engine()
-            engine._runner.memory.tiers[0].host._workers.stop()
+            memory = engine._runner.memory
+            with mock.patch.object(memory.tiers[0].host, "wake") as wake:
+                with memory.step():
+                    wake.reset_mock()  # here a program would be compiled, for minutes
+                wake.assert_called_once()
+            memory.tiers[0].host._workers.stop()
             start = time.monotonic()
             with self.assertRaisesRegex(MoejaxError, "no answer in 2 seconds.*host_threads=0"):
                 answers(engine)

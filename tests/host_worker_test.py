@@ -141,6 +141,30 @@ class WorkersTest(parameterized.TestCase):
         self.assertFalse(done.is_alive())
 
     @pytest.mark.slow
+    def test_a_job_long_after_a_call_is_served(self):
+        folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        source = Path(host_worker.__file__).with_suffix(".cpp").read_text()
+        short = source.replace("kAwake = std::chrono::seconds(60)", "kAwake = kPoll * 20000")  # 1 s
+        self.assertNotEqual(short, source)
+        (folder / "short.cpp").write_text(short)
+        with (
+            mock.patch.object(host_worker, "__file__", str(folder / "short.py")),
+            mock.patch.object(host_worker, "_default_folder", lambda: folder),
+        ):
+            workers = self.start(CodesKind(bits=4, group_size=64), 256, 64)
+        workers.run_jobs(np.array([[1]], np.int32))
+        for _ in range(2):  # the job comes 1.4 s after the last one, and 0.7 s after the call
+            workers.wake()
+            time.sleep(0.7)
+        done = threading.Thread(target=workers.run_jobs, args=(np.array([[2]], np.int32),))
+        done.daemon = True
+        with mock.patch.object(workers, "wake"):
+            done.start()
+            done.join(5)
+        workers.wake()
+        self.assertFalse(done.is_alive())
+
+    @pytest.mark.slow
     def test_the_library_is_compiled_once(self):
         folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
         host_worker._built(folder)

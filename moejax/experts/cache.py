@@ -394,6 +394,8 @@ class ExpertMemory:
             for tier in self.tiers:
                 tier.send()
             yield
+            if (host := self.tiers[0].host) is not None:
+                host.wake()  # a program that was compiled may have kept its threads waiting
 
     def _advance(self, failures_before: int | None) -> None:
         for tier in self.tiers:  # each, before one is raised

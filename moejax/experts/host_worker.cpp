@@ -332,6 +332,7 @@ class Workers {
   // Returns once there is a job that is not `last`; false: stop. The first thread looks on while the
   // others sleep, and wakes them: whoever is about to sleep is counted before it looks once more.
   bool await(int t, int32_t last) {
+    int64_t calls = calls_;
     for (auto since = Clock::now();;) {
       for (int i = 0; i < 200; ++i) {
         if (number() != last) {
@@ -348,10 +349,10 @@ class Workers {
         continue;
       }
       std::unique_lock<std::mutex> held(mutex_);
-      const int64_t calls = calls_;
       sleeping_.fetch_add(1);
       changed_.wait(held, [&] { return calls_ != calls || stop_ || number() != last; });
       sleeping_.fetch_sub(1);
+      calls = calls_;  // one that came since `since` counts as well
       since = Clock::now();
     }
   }
@@ -404,7 +405,7 @@ class Workers {
   int32_t first_number_ = 0;
   std::mutex mutex_;
   std::condition_variable changed_;
-  int64_t calls_ = 0;
+  std::atomic<int64_t> calls_{0};
   std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};
   alignas(64) std::atomic<int64_t> first_{0};
