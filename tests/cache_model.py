@@ -19,17 +19,13 @@ class Slot:
 
 
 class CacheModel:
-    """Follows the documents of `moejax.experts.residency`, and moves the bytes that it is told of.
-
-    `pool` says for every global slot whose bytes lie there, as (layer, expert).
-    """
+    """Follows the documents of `moejax.experts.residency`."""
 
     def __init__(self, spec: CacheSizes, max_needed: int) -> None:
         self.spec, self.max_needed = spec, max_needed
         self.slots = [[Slot() for _ in range(spec.slots)] for _ in range(spec.num_layers)]
         self.clock = 1
         self.counts = [dict.fromkeys(EVENTS, 0) for _ in range(spec.num_layers)]
-        self.pool: dict[int, tuple[int, int]] = {}
 
     def where(self, layer: int, expert: int) -> int | None:
         found = [c for c, slot in enumerate(self.slots[layer]) if slot.owner == expert]

@@ -164,9 +164,9 @@ class CliTest(FolderTestCase):
         picture.write_bytes(b"a picture")
         policy = ("--config.policy.name=dymoe", "--config.fidelity_share=0.5")
         for arguments, said in (
-            ((f"--config.record_trace={picture}",), f"at {picture}: it is there and is no trace"),
-            ((f"--config.record_trace={self.directory}",), f"{self.directory}: it is a directory"),
-            (("--config.record_trace=no/such/x",), "lies in no/such, which is missing"),
+            ((f"--config.record_trace={picture}",), f"{picture} is there and is no trace"),
+            ((f"--config.record_trace={self.directory}",), f"{self.directory} is a directory"),
+            (("--config.record_trace=no/such/x",), "lies in no/such, which is not there"),
             (("--config.record_trace=~nobody-here/x",), "no such place as ~nobody-here/x"),
             (policy, "fidelity_share=0.5 is measured under --stats"),
         ):

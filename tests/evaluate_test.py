@@ -187,7 +187,7 @@ class EvaluateTest(FolderTestCase):
         ({"join": "x"}, "join='x' must be one of none, wikitext"),
         ({"output": "no/such/x.json"}, "output no/such/x.json lies in no/such, which is not"),
         ({"checkpoint": "no/where"}, "no/where"),
-        ({"record_trace": __file__}, "it is there and is no trace; name another file"),
+        ({"record_trace": __file__}, "is there and is no trace; name another file"),
         ({"record_foreseen": 4}, "record_foreseen=4 has no effect without record_trace"),
         ({"fidelity_share": 0.5}, "fidelity_share=0.5 has no effect without policy.name: give "),
     )

@@ -75,7 +75,7 @@ class FileTest(FolderTestCase):
         with self.assertRaisesRegex(ValueError, "rows of"), TraceWriter(self.path, 16) as writer:
             writer.append(**trace.tensors())
             writer.append(**{**trace.tensors(), "weights": trace.weights[..., :1]})
-        with self.assertRaisesRegex(MoejaxError, "missing"):
+        with self.assertRaisesRegex(MoejaxError, "not there"):
             TraceWriter(self.directory / "no" / "x", 16)
         self.assertEmpty(list(self.directory.iterdir()))
 

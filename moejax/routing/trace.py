@@ -41,7 +41,7 @@ import safetensors
 
 from moejax.errors import MoejaxError
 from moejax.files.checksums import Checksum, checksum
-from moejax.files.whole import write_errors
+from moejax.files.whole import check_output, write_errors
 
 FORMAT, VERSION = "moejax-trace", "2"
 WITHOUT_CHECKSUM = "1"  # a version that is read still
@@ -197,13 +197,9 @@ def _seal(facts: Mapping[str, str], tensors: Mapping[str, tuple[str, list[int], 
 
 def check_place(path: Path) -> None:
     """Raises MoejaxError unless `path` is free for a trace, or holds one."""
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which is missing"
-        raise MoejaxError(f"a trace at {path}: it {what}; name a file in a directory that exists")
+    check_output(path, "trace")
     if path.exists() and not _is_trace(path):
-        raise MoejaxError(f"a trace at {path}: it is there and is no trace; name another file")
-    if not os.access(path.parent, os.W_OK):
-        raise MoejaxError(f"a trace at {path}: it cannot be written: no permission")
+        raise MoejaxError(f"trace {path} is there and is no trace; name another file")
 
 
 def _is_trace(path: Path) -> bool:

@@ -1,9 +1,11 @@
 """Most bytes that a token can stand for, a lower bound on a text's tokens."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_INNER = ("normalizers", "pretokenizers", "processors", "decoders")  # the parts of a `Sequence`
 _NFC_SHRINKS = 3  # U+1FEF has three bytes in UTF-8 and is a grave accent, of one
 
 
@@ -14,8 +16,7 @@ def most_token_bytes(serialized: str) -> int | None:
     all of a text.
     """
     parts = json.loads(serialized)
-    normalizers = list(_flat(parts["normalizer"], "normalizers"))
-    splits = list(_flat(parts["pre_tokenizer"], "pretokenizers"))
+    normalizers, splits = (list(flat(parts[name])) for name in ("normalizer", "pre_tokenizer"))
     shrinks = 1
     for one in normalizers:
         if (times := _shrinks(one)) is None:
@@ -38,15 +39,15 @@ def most_token_bytes(serialized: str) -> int | None:
     return shrinks * max(longest, *(len(token["content"].encode()) for token in added), 1)
 
 
-def _flat(part: Mapping[str, Any] | None, name: str) -> Iterator[Mapping[str, Any]]:
-    """Yields the parts of a sequence, a single one, or none."""
+def flat(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yields the part that a tokenizer's field holds, or the parts of a `Sequence`, which nest."""
     if part is None:
         return
     if part["type"] != "Sequence":
         yield part
         return
-    for one in part[name]:
-        yield from _flat(one, name)
+    for inner in itertools.chain(*(part.get(name, ()) for name in _INNER)):
+        yield from flat(inner)
 
 
 def _shrinks(normalizer: Mapping[str, Any]) -> int | None:

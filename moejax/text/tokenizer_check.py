@@ -5,10 +5,11 @@ expand one character to millions. Here the file's parts are checked before the l
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moejax.errors import MoejaxError
+from moejax.text.token_bytes import flat
 
 # Every type of the library's parts (0.23), but for `Precompiled`, a binary table that it trusts.
 _TYPES = {
@@ -28,7 +29,6 @@ _TYPES = {
         "Sequence", "Strip", "WordPiece",
     ),
 }  # fmt: skip
-_INNER = ("normalizers", "pretokenizers", "processors", "decoders")  # the parts of a `Sequence`
 _MOST_PARTS = 16
 _MOST_GROWTH = 64  # characters of one, by all replacements one after the other
 _MOST_PREPENDED = 16  # characters
@@ -46,7 +46,7 @@ def check_tokenizer(fields: Part) -> None:
       MoejaxError: naming the unusable part, without the file's name.
     """
     try:
-        parts = {name: list(_parts(name, fields.get(name))) for name in _TYPES}
+        parts = {name: list(flat(fields.get(name))) for name in _TYPES}
         for name, found in parts.items():
             _check_parts(name, found)
         added = fields.get("added_tokens") or []
@@ -60,21 +60,10 @@ def check_tokenizer(fields: Part) -> None:
         raise MoejaxError(f"it is not understood ({type(error).__name__}: {error})") from error
 
 
-def _parts(name: str, part: Part | None) -> Iterator[Part]:
-    """Yields the part that a field holds, or the parts of a `Sequence`, which nest."""
-    if part is None:
-        return
-    if part["type"] not in _TYPES[name]:
-        raise MoejaxError(f"its {name} has the type {part['type']!r}, which is not supported")
-    if part["type"] != "Sequence":
-        yield part
-        return
-    for field in _INNER:
-        for inner in part.get(field, ()):
-            yield from _parts(name, inner)
-
-
 def _check_parts(name: str, parts: Sequence[Part]) -> None:
+    for part in parts:
+        if part["type"] not in _TYPES[name]:
+            raise MoejaxError(f"its {name} has the type {part['type']!r}, which is not supported")
     if len(parts) > _MOST_PARTS:
         raise MoejaxError(f"its {name} has {len(parts)} parts, at most {_MOST_PARTS} may be")
     # A second ByteLevel turns bytes as characters into bytes again, more each time.
