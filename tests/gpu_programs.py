@@ -252,8 +252,8 @@ APART, APART_INT3 = Form(4, apart="own"), Form(3, apart="own")
 
 
 # Made when asked for: the heuristics of tiles need a target, but no GPU.
-def host_layer() -> Program:
-    """A job for the host's cores and its reply, of Qwen3-30B-A3B."""
+def host_layer(width: int, model_dim: int, **_: Any) -> Program:
+    """A job for the host's cores and its reply."""
 
     def function(x: Any, y: Any, rows: Any, weights: Any, state: Any, target: Target) -> Any:
         del target
@@ -261,8 +261,8 @@ def host_layer() -> Program:
         sent = host_job.post(x, rows, weights, state, address)
         return host_job.add_reply(y, rows, sent, address, jnp.dtype("bfloat16"))
 
-    numbers = leaf(1, 2048, dtype="bfloat16"), leaf(1, 2048, dtype="float32")
-    job = leaf(1, 8, dtype="int32"), leaf(1, 8, dtype="float32"), leaf(2, dtype="int32")
+    numbers = (leaf(1, model_dim, dtype=name) for name in ("bfloat16", "float32"))
+    job = leaf(1, width, dtype="int32"), leaf(1, width, dtype="float32"), leaf(2, dtype="int32")
     return Program(function, (*numbers, *job), (), 2)
 
 
@@ -333,7 +333,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "dense_router": lambda: dense(PLAIN, 1, inputs=2048, outputs=128),
     "dense_router_32": lambda: dense(PLAIN, 32, inputs=2048, outputs=512),
     "plan_beside_the_host": lambda: plan((13,), num_experts=128, pairs=8, by_host=True),
-    "host_job": host_layer,
+    "host_job": lambda: host_layer(**QWEN),
+    "host_job_oss": lambda: host_layer(**OSS),
     "plan_qwen": lambda: plan((24,), num_experts=128, pairs=8),
     "plan_waves": lambda: plan((24,), num_experts=128, pairs=32, tokens=4, waves=2),
     "plan_no_cache": lambda: plan((0,), num_experts=128, pairs=8, waves=1),
