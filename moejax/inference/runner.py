@@ -365,15 +365,17 @@ class Runner:
             raise ValueError("routing is recorded of batches whose rows begin together")
         cache_length, table = session.state.cache.length, session.state.cache.table
         assert table is not None
-        packed = steps.PromptChunk.packed(
-            prompt, start, size, lane, source, pages, seed, limit, num_pages=table.shape[1],
-            cache_length=cache_length, vocab_size=self.config.vocab_size,
-        )  # fmt: skip
+        numbers = [start, len(prompt), lane, limit, np.uint32(seed).view(np.int32)]
+        packed = [
+            np.asarray(numbers, np.int32), *slice_tokens([source, pages], 0, table.shape[1]),
+            *slice_tokens([prompt], 0, cache_length, self.config.vocab_size),
+            *slice_tokens([prompt], start, size),
+        ]  # fmt: skip
         self._row_step(
             session, size, steps.prompt_chunk,
             self._chunk_spec(1, start, size, cache_length, False, session.sizes),
             (session.all_greedy, session.sizes.spare),
-            self._put(packed),
+            self._put(np.concatenate(packed)),
             session.sampling, session.eos_ids,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ and `eos_ids`, int32[B, n], are of each row; -1 in `eos_ids` matches no token. A
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -461,38 +461,20 @@ class PromptChunk(NamedTuple):
     seed: jax.Array  # uint32[]
     limit: jax.Array  # int32[], of `DecodeState.limits`
 
-    @staticmethod
-    def packed(
-        prompt: Sequence[int], start: int, size: int, lane: int, source: Sequence[int],
-        pages: Sequence[int], seed: int, limit: int, *, num_pages: int, cache_length: int,
-        vocab_size: int,
-    ) -> np.ndarray:  # fmt: skip
-        """All of it as int32[5 + 2 n + S + T] of the host, which is one transfer."""
-        found = np.zeros(5 + 2 * num_pages + cache_length + size, np.int32)
-        numbers, *parts = np.split(found, _prompt_parts(num_pages, cache_length))
-        numbers[:] = start, len(prompt), lane, limit, np.uint32(seed).view(np.int32)
-        parts[2][:] = vocab_size
-        given = source, pages, prompt, prompt[start : start + size]
-        for part, values in zip(parts, given, strict=True):
-            part[: len(values)] = values
-        return found
-
     @classmethod
-    def unpacked(cls, packed: jax.Array, cache: KVCache) -> "PromptChunk":
-        """Takes `packed` apart, for a cache in pages."""
+    def of(cls, packed: jax.Array, cache: KVCache) -> "PromptChunk":
+        """Takes apart int32[5 + 2 n + S + T]: the host sends one array sooner than nine.
+
+        Start, length, lane, limit and seed, then source, pages, prompt and the chunk's tokens.
+        """
         assert cache.table is not None
-        numbers, source, pages, prompt, tokens = jnp.split(
-            packed, _prompt_parts(cache.table.shape[1], cache.length)
-        )
+        num_pages = cache.table.shape[1]
+        ends = np.cumsum([5, num_pages, num_pages, cache.length])
+        numbers, source, pages, prompt, tokens = jnp.split(packed, ends)
         start, _, lane, limit, seed = numbers
         chunk = TokenChunk(tokens[None], start, numbers[1:2])
         seed = jax.lax.bitcast_convert_type(seed, jnp.uint32)
         return cls(chunk, lane, source, pages, prompt, seed, limit)
-
-
-def _prompt_parts(num_pages: int, cache_length: int) -> np.ndarray:
-    """Places in a packed `PromptChunk` where source, pages, prompt and the chunk's tokens begin."""
-    return np.cumsum([5, num_pages, num_pages, cache_length])
 
 
 def empty_lanes(
@@ -520,7 +502,7 @@ def prompt_chunk(
     state: DecodeState,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    packed: jax.Array,  # int32[5 + 2 n + S + T], see `PromptChunk.packed`
+    packed: jax.Array,  # see `PromptChunk.of`
     sampling: Sampling,
     eos_ids: jax.Array,
 ) -> StepResult[DecodeState]:
@@ -532,7 +514,7 @@ def prompt_chunk(
     Returns:
       The output is a `StepOutput` of the row's first token, int32[1, 1], or of `NO_TOKEN`.
     """
-    row = PromptChunk.unpacked(packed, state.cache)
+    row = PromptChunk.of(packed, state.cache)
     chunk, lane = row.chunk, row.lane
     length, size = chunk.lengths[0], chunk.tokens.shape[1]
     num_read = -(-spec.kv_length // state.cache.keys.shape[3])
