@@ -369,7 +369,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
         rules = ("experts: planes=4,8", "mlp: planes=2,8")
         job = self.planes_job(*rules, plane_weight=None)
         quantize_checkpoint(job)
-        with self.assert_one_line("read_bits=4 must be a width", "widths 2,4 and 2,8 and 4,8"):
+        with self.assert_one_line("read_bits=4 must be a width", "has none"):
             open_checkpoint(str(job.output), 4)
         tensors = json.loads((job.output / "quantization.json").read_text())["tensors"]
         weights = {tuple(e["planes"]): e["plane_weight"] for e in tensors.values() if "bits" in e}
@@ -377,12 +377,12 @@ class PlanesCheckpointTest(QuantizeTestCase):
 
     def test_bad_input_is_one_line(self):
         output = self.quantized()
-        with self.assert_one_line("read_bits=3 must be a width", "has widths 2,4"):
+        with self.assert_one_line("read_bits=3 must be a width", "has 2, 4"):
             open_checkpoint(str(output), 3)
-        with self.assert_one_line("read_bits=2", "is not quantized"):
+        with self.assert_one_line("read_bits=2", "has none"):
             open_checkpoint(str(self.source), 2)
         plain = quantize_checkpoint(self.job(output=self.directory / "plain")).output
-        with self.assert_one_line("read_bits=2", "lists none"):
+        with self.assert_one_line("read_bits=2", "has none"):
             open_checkpoint(str(plain), 2)
         for text in ("a,4", "\N{SUPERSCRIPT TWO},4"):
             with self.assert_one_line(f"planes={text} must be widths"):

@@ -125,12 +125,12 @@ def open_checkpoint(name: str, read_bits: int = 0) -> Checkpoint:
         fields = quantization_fields(directory)
         if fields is not None:
             # What cannot be read is said before anything is.
-            planes = open_format(directory, fields, read_bits=read_bits).planes
+            planes = open_format(directory, fields).planes
     eos_ids = read_eos_ids(directory, vocab_size=config.vocab_size)
-    if read_bits and fields is None:
+    if read_bits and read_bits not in planes:
         raise MoejaxError(
-            f"read_bits={read_bits} chooses a width of bit planes, and {directory} is not "
-            "quantized; leave it out"
+            f"read_bits={read_bits} must be a width of every matrix by bit planes; {directory} has "
+            f"{', '.join(map(str, planes)) or 'none'}; leave it out"
         )
     return Checkpoint(
         directory, config, eos_ids, is_quantized=fields is not None, planes=planes,

@@ -23,11 +23,12 @@ from moejax.models.expert_products import ExpertPairs, ExpertStacks, products_by
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import ResidentExperts, Routing, SparseMoe
 from moejax.models.transformer import ChunkSpec, merge_weights
+from moejax.quantization.pipeline.expert_rows import quantized_form
 from moejax.quantization.pipeline.quantizers import Program, quantize_stack
 from moejax.routing.profile_file import FILE_NAME, load_buddies
 from moejax.routing.tier_errors import TierErrors
 from moejax.text.windows import Windowing, windows
-from moejax.weights.qtensor import QTensor, Weight, dense
+from moejax.weights.qtensor import Weight, dense
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
@@ -128,17 +129,8 @@ def _describe_errors(
 
 
 def _made(weight: Weight, tiering: Tiering, bits: int) -> Weight:
-    if isinstance(weight, QTensor) and not weight.is_mxfp4:
-        raise MoejaxError(
-            "experts that are packed already cannot be quantized once more: name a checkpoint "
-            "for each tier"
-        )
     program = Program(scheme=made_scheme(tiering, bits), max_rank=0, passes=1)
-    if program.scheme.group_size > weight.shape[-1]:
-        raise MoejaxError(
-            f"groups of {program.scheme.group_size} are longer than an expert's row of "
-            f"{weight.shape[-1]}"
-        )
+    quantized_form(weight, program)  # raises where there is none
     layers = []
     for layer in range(weight.shape[0]):
         rows = dense(jax.tree.map(lambda leaf, at=layer: leaf[at], weight), jnp.float32)

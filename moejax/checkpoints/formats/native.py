@@ -90,22 +90,11 @@ def whole_compensator(u: Any, v: Any, bits: int = 0) -> Compensator:
 def native_format(manifest: Manifest, read_bits: int = 0) -> Format:
     """The reader of the matrices of a manifest.
 
-    Matrices by bit planes are read in `read_bits` bits, 0: the most that they have. MoejaxError if
-    there are none of that width.
+    Matrices by bit planes are read in `read_bits` bits, one of `Format.planes`; 0: in the most that
+    they have.
     """
     found = sorted({entry.planes for entry in manifest.matrices.values() if entry.planes})
     planes = tuple(sorted(set(found[0]).intersection(*found))) if found else ()
-    if read_bits and not found:
-        raise MoejaxError(
-            f"read_bits={read_bits} chooses a width of bit planes, and {manifest.path} lists none; "
-            "leave it out, or quantize with --config.planes=2,4"
-        )
-    if read_bits and read_bits not in planes:
-        said = " and ".join(",".join(map(str, widths)) for widths in found)
-        raise MoejaxError(
-            f"read_bits={read_bits} must be a width of every matrix by bit planes; "
-            f"{manifest.path} has widths {said}"
-        )
     return Format(functools.partial(_find, manifest, read_bits), planes=planes)
 
 

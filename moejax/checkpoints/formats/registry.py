@@ -57,11 +57,6 @@ def open_format(directory: Path, fields: Mapping[str, Any], *, read_bits: int = 
         manifest = read_manifest(directory, fields)
         check_files(manifest, checksums=False)
         return native_format(manifest, read_bits)
-    if read_bits:
-        raise MoejaxError(
-            f"read_bits={read_bits} chooses a width of bit planes, and {directory} has none (its "
-            f"quant_method is {method!r}); leave it out"
-        )
     try:
         if method in _AUTOROUND:
             return _parse_autoround(fields)

@@ -1,6 +1,7 @@
 """Experts of a plain checkpoint, or in MXFP4, as packed rows, quantized while they are read."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,24 @@ from moejax.checkpoints.experts import ExpertReader
 from moejax.errors import MoejaxError
 from moejax.quantization.pipeline.quantizers import Program, quantize_stack
 from moejax.weights.qtensor import QTensor, Weight, dense
+
+
+def quantized_form(experts: Any, program: Program) -> Weight:
+    """Form [..., N, K] of plain or MXFP4 experts once they are quantized, without compensators.
+
+    MoejaxError if they are packed in another form, or groups are longer than their rows.
+    """
+    if isinstance(experts, QTensor) and not experts.is_mxfp4:
+        raise MoejaxError(
+            "experts that are packed already cannot be quantized once more: name a checkpoint for "
+            "each tier"
+        )
+    kind, shape = program.scheme.kind, experts.shape
+    if kind.group_size > shape[-1]:
+        raise MoejaxError(
+            f"groups of {kind.group_size} are longer than an expert's row of {shape[-1]}"
+        )
+    return kind.tensor(shape[-1], kind.arrays(shape))
 
 
 class QuantizedRows:
@@ -22,31 +41,17 @@ class QuantizedRows:
     def __init__(self, reader: ExpertReader, program: Program):
         """Quantizes plain or MXFP4 experts by `program`, without compensators.
 
-        Whoever opened `reader` closes it. MoejaxError if the experts are packed in another form, or
-        groups are longer than their rows.
+        Whoever opened `reader` closes it. MoejaxError as of `quantized_form`.
         """
         plain = (reader.gate_up, reader.down)
-        if any(isinstance(part, QTensor) and not part.is_mxfp4 for part in plain):
-            raise MoejaxError(
-                "experts that are packed already cannot be quantized once more: name a checkpoint "
-                "for each tier"
-            )
         self._reader, self._program = reader, program
         self.num_layers, self.num_experts = reader.num_layers, reader.num_experts
         self._plain_row, self._forms = reader.row, plain
-        self.gate_up, self.down = (self._form(part.shape) for part in plain)
+        self.gate_up, self.down = (quantized_form(part, program) for part in plain)
         leaves = jax.tree.leaves((self.gate_up, self.down))
         self.row = tuple(jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for leaf in leaves)
         self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
         self.uses_jax = True
-
-    def _form(self, shape: Sequence[int]) -> Weight:
-        kind = self._program.scheme.kind
-        if kind.group_size > shape[-1]:
-            raise MoejaxError(
-                f"groups of {kind.group_size} are longer than an expert's row of {shape[-1]}"
-            )
-        return kind.tensor(shape[-1], kind.arrays(shape))
 
     def read(
         self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
