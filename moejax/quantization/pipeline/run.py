@@ -36,7 +36,7 @@ from moejax.files.whole import PARTIAL, WrittenFile, file_digest, json_text, wri
 from moejax.models.hf.config import read_json, text_fields
 from moejax.quantization import ranks
 from moejax.quantization.pipeline import manifest
-from moejax.quantization.pipeline.batches import BATCH_BYTES, BatchPlan, MatrixTask
+from moejax.quantization.pipeline.batches import BatchPlan, MatrixTask
 from moejax.quantization.pipeline.calibration import NUM_SAMPLES, calibration_tokens
 from moejax.quantization.pipeline.calibration_pass import (
     CalibrationRun,
@@ -482,25 +482,15 @@ def _measure_kurtosis(
     inventory: Inventory, schemes: Mapping[str, Scheme], *, device: jax.Device, meter: Meter
 ) -> dict[str, float]:
     """Measures the excess kurtosis of every compensated expert matrix, by name."""
-    found: dict[str, float] = {}
-    by_shape: dict[tuple[int, ...], list[Entry]] = {}
-    for entry in _compensated(inventory, schemes):
-        if entry.kind == "experts":
-            by_shape.setdefault(entry.shape, []).append(entry)
-            meter.expect(entry.source.num_bytes)
-    compute = jax.jit(excess_kurtosis)
-    for shape, entries in by_shape.items():
-        count = max(1, min(len(entries), BATCH_BYTES // (4 * shape[0] * shape[1])))
-        for first in range(0, len(entries), count):
-            members = entries[first : first + count]
-            weights = np.zeros((count, *shape), np.float32)
-            with meter.phase("survey"):
-                for entry, matrix in zip(members, weights, strict=False):
-                    entry.read(matrix)
-                measured = np.asarray(compute(jax.device_put(weights, device)))
-            named = zip(members, measured, strict=False)
-            found |= {entry.name: float(value) for entry, value in named}
-            meter.bar.update(sum(entry.source.num_bytes for entry in members))
+    experts = [entry for entry in _compensated(inventory, schemes) if entry.kind == "experts"]
+    meter.expect(sum(entry.source.num_bytes for entry in experts))
+    compute, found = jax.jit(excess_kurtosis), {}
+    for entry in experts:
+        weights = np.empty(entry.shape, np.float32)
+        with meter.phase("survey"):
+            entry.read(weights)
+            found[entry.name] = float(compute(jax.device_put(weights, device)))
+        meter.bar.update(entry.source.num_bytes)
     return found
 
 
