@@ -74,41 +74,31 @@ class FaultTest(FolderTestCase):
         (path / "model.safetensors").write_bytes(content)
         self.assert_refused(path, message, "model.safetensors")
 
-    def test_header_that_contradicts_itself(self):
-        path = write_checkpoint("qwen3", self.directory)
-        file = path / "model.safetensors"
-        content = file.read_bytes()
-        file.write_bytes(content.replace(b'"shape":[160,32]', b'"shape":[160,31]', 1))
-        self.assert_refused(path, "not a safetensors file", "20480 bytes, its shape needs 19840")
-
-    def _headed(self, header, data=b"\0" * 16):
-        """A checkpoint whose weight file has this header and these data."""
+    def _headed(self, header):
+        """A checkpoint whose weight file has this header and 20 bytes of data."""
         path = write_checkpoint("qwen3", self.directory)
         text = header if isinstance(header, str) else json.dumps(header)
         length = len(text).to_bytes(8, "little")
-        (path / "model.safetensors").write_bytes(length + text.encode() + data)
+        (path / "model.safetensors").write_bytes(length + text.encode() + bytes(20))
         return path
 
     @parameterized.parameters(
         ([-8, 8], [4], "expected integers from 0"),
-        ([0, 8.0], [2], "expected integers from 0"),
-        ([0, 16], [4.0], "shape [4.0], expected integers from 0"),
-        ([0, 16], [True, 4], "shape [True, 4], expected"),
-        ([0, 16], 4, "shape 4, expected"),
-        ([0], [4], "expected two"),
+        ([4, 12.0], [2], "expected integers from 0"),
+        ([4, 20], [4.0], "shape [4.0], expected integers from 0"),
+        ([4, 20], [True, 4], "shape [True, 4], expected"),
+        ([4, 20], 4, "shape 4, expected"),
+        ([4], [4], "expected two"),
         ([16, 8], [2], "a is at 16..8"),
-        ([4, 16], [3], "a is at 4..16, expected it to begin at 0"),
-        ([0, 12], [3], "4 bytes follow the last tensor"),
+        ([8, 20], [3], "a is at 8..20, expected it to begin at 4"),
+        ([2, 20], [4], "a is at 2..20, expected it to begin at 4"),
+        ([4, 16], [3], "4 bytes follow the last tensor"),
+        ([4, 20], [3], "16 bytes, its shape needs 12"),
     )
     def test_layout(self, offsets, shape, message):
-        path = self._headed({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}})
+        first = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+        path = self._headed({"a": {**first, "shape": shape, "data_offsets": offsets}, "": first})
         self.assert_refused(path, "model.safetensors is not a safetensors file", message)
-
-    @parameterized.parameters(([4, 12], [2]), ([12, 16], [1]))
-    def test_overlap_and_gap(self, offsets, shape):
-        first = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-        path = self._headed({"b": {**first, "shape": shape, "data_offsets": offsets}, "a": first})
-        self.assert_refused(path, f"b is at {offsets[0]}", "expected it to begin at 8")
 
     def test_nested_header(self):
         self.assert_refused(self._headed('{"a":' + "[" * 100_000), "nested more than 64 deep")

@@ -343,28 +343,3 @@ class RulesTest(parameterized.TestCase):
         np.testing.assert_array_equal(
             told.prefetch_waste - counts.prefetch_waste, unused.sum(axis=1)
         )
-
-
-class ChecksTest(parameterized.TestCase):
-    # Columns: 4 of slot_of, 2 each of owner, last_use, prefetched.
-    @parameterized.parameters(
-        ({0: 1}, "inverse"),
-        ({4: 9}, "no expert"),
-        ({5: 3}, "twice in owner"),
-        ({9: 1}, "prefetched"),
-    )
-    def test_broken_tables(self, change, said):
-        one = spec(1, 4, 2, 1)
-        state = residency.seeded(one, np.array([[3]]))
-        check(state, one)
-        table = np.array(state.table)
-        for column, value in change.items():
-            table[0, column] = value
-        with self.assertRaisesRegex(ValueError, said):
-            check(dataclasses.replace(state, table=jnp.asarray(table)), one)
-
-    def test_wrong_shapes(self):
-        one = spec(1, 4, 2, 1)
-        state = residency.empty(one)
-        with self.assertRaisesRegex(ValueError, "table is int32"):
-            check(state, spec(1, 4, 1, 1))
