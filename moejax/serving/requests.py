@@ -264,7 +264,7 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
     given = fields.take("prompt")
     if given is None:
         fields.refuse("prompt", "must be given")
-    if isinstance(given, str) or (isinstance(given, list) and given and _are_ids(given)):
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
         given = [given]
     if given == []:
         fields.refuse("prompt", "must not be empty")
