@@ -267,7 +267,8 @@ class Api:
         self._access = access
         self._chat = chat
         self._logs_requests = logs_requests
-        self._texts: TokenTexts | None = None
+        self._facts: ModelFacts | None = None  # once there is an engine
+        self._texts: TokenTexts | None = None  # likewise
         self._started = int(time.time())
 
     def application(self) -> ASGIApp:
@@ -370,11 +371,13 @@ class Api:
         async with self._bodies.received(http) as body:
             if engine is None or engine.tokenizer is None:
                 raise unavailable("the model is being loaded")
-            facts = ModelFacts(
-                self._model_name, engine.tokenizer, engine.config.vocab_size,
-                self._defaults(engine), engine.check_prompt, engine.longest_prompt,
-                self._most_answers, self._chat,
-            )  # fmt: skip
+            if self._facts is None:
+                self._facts = ModelFacts(
+                    self._model_name, engine.tokenizer, engine.config.vocab_size,
+                    self._defaults(engine), engine.check_prompt, engine.longest_prompt,
+                    self._most_answers, self._chat,
+                )  # fmt: skip
+            facts = self._facts
             request = await self._bodies.parse(body, lambda body: read(read_object(body), facts))
         return request, engine
 
