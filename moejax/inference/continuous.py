@@ -32,7 +32,8 @@ class _Held:
     page: int
     before: "_Held | None"
     tokens: list[int]
-    after: list["_Held"] = dataclasses.field(default_factory=list)
+    # Those behind it, by their first token: a prompt is compared with few of them.
+    after: dict[int, list["_Held"]] = dataclasses.field(default_factory=dict)
     num_users: int = 0  # rows that run
 
 
@@ -116,11 +117,12 @@ class _PagePool:
                 row.held[-1].tokens += part
             else:
                 before = row.held[-1] if row.held else self._root
-                same = (held for held in before.after if held.tokens == part)
+                beside = before.after.setdefault(part[0], [])
+                same = (held for held in beside if held.tokens == part)
                 held = next(same, None) if len(part) == self._size else None
                 if held is None:
                     held = _Held(row.numbers[index], before, part)
-                    before.after.append(held)
+                    beside.append(held)
                     held.num_users = 1
                 else:
                     self._use(held)
@@ -154,10 +156,11 @@ class _PagePool:
         at, found = self._root, 0
         while True:
             part = prompt[found : found + self._size + 1]
-            shared = [_num_shared(part, held.tokens) for held in at.after]
+            beside = at.after.get(part[0], [])
+            shared = [_num_shared(part, held.tokens) for held in beside]
             count = max(shared, default=0)
             if count:
-                at, found = at.after[shared.index(count)], found + count
+                at, found = beside[shared.index(count)], found + count
                 path.append(at)
             if count < self._size:
                 return path, found
@@ -176,7 +179,10 @@ class _PagePool:
             return self._free.pop()
         held, _ = self._kept.popitem(last=False)
         assert held.before is not None and not held.after
-        held.before.after.remove(held)
+        beside = held.before.after[held.tokens[0]]
+        beside.remove(held)
+        if not beside:
+            del held.before.after[held.tokens[0]]
         return held.page
 
 
