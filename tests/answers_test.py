@@ -9,6 +9,9 @@ from absl.testing import absltest
 
 from moejax import MoejaxError
 from moejax.evaluation.answers import AnswerFile
+from moejax.evaluation.perplexity import WindowScore
+
+SCORE = WindowScore(0.5, 3)
 
 
 class AnswersTest(absltest.TestCase):
@@ -19,13 +22,13 @@ class AnswersTest(absltest.TestCase):
 
     def test_goes_on_where_it_was(self):
         answers = AnswerFile(self.path, {"task": "a", "n": (1, 2)})
-        answers.add([{"index": 4, "text": "a\u2028b"}, {"index": 2, "text": "é"}])
+        answers.add({4: SCORE, 2: WindowScore(1e-9, 1)})
         with self.path.open("a") as file:
-            file.write('{"index": 7, "te')  # killed while it wrote
+            file.write('{"index": 7, "na')  # killed while it wrote
         again = AnswerFile(self.path, {"task": "a", "n": (1, 2)})
         self.assertEqual(again.known, answers.known)
         self.assertEqual(again.num_resumed, 2)
-        again.add([{"index": 7}])
+        again.add({7: SCORE})
         third = AnswerFile(self.path, {"task": "a", "n": (1, 2)})
         self.assertEqual(sorted(third.known), [2, 4, 7])
         third.finish()
@@ -52,7 +55,7 @@ class AnswersTest(absltest.TestCase):
             with contextlib.nullcontext() if seed == 1 else self.assertLogs() as said:
                 answers = AnswerFile(self.path, {"seed": seed})
             self.assertEqual(self.path.read_bytes() if before else b"", before)  # no answer yet
-            answers.add([{"index": seed}])
+            answers.add({seed: SCORE})
             answers.finish()
             if said:
                 self.assertLen(said.output, 1)
@@ -60,24 +63,26 @@ class AnswersTest(absltest.TestCase):
         for seed, name in ((1, "x.answers.1.jsonl"), (2, "x.answers.2.jsonl"), (3, self.path.name)):
             head, answer, end = self.path.with_name(name).read_text().splitlines()
             self.assertEqual(json.loads(head), {"head": {"seed": seed}})
-            self.assertEqual((answer, end), (f'{{"index": {seed}}}', '{"end": 1}'))
+            self.assertEqual(json.loads(answer), {"index": seed, "nats": 0.5, "tokens": 3})
+            self.assertEqual(end, '{"end": 1}')
         again = AnswerFile(self.path, {"seed": 3})  # finished, with these settings: begun anew
         self.assertEqual(again.known, {})
-        again.add([{"index": 0}])
+        again.add({0: SCORE})
         self.assertLen(list(self.path.parent.iterdir()), 3)
 
     def test_garbage_between_answers(self):
         self._write(
-            b'{"head": {"task": "a"}}', b'{"index": 0, "acc": 1.0}', b'{"index": 1, "ac', b"\xff",
-            b'{"index": 2}', b'{"index": 3, "acc": NaN}', b'{"index": "4", "acc": 0.0}', b"[7]",
-            b'{"index": 8, "acc": 1' + b"0" * 999 + b"}", b'{"index": 5, "acc": 0.0}',
+            b'{"head": {"task": "a"}}', b'{"index": 0, "nats": 1.0, "tokens": 3}',
+            b'{"index": 1, "na', b"\xff", b'{"index": "4", "nats": 0.0, "tokens": 3}',
+            b'{"index": 2}', b'{"index": 3, "nats": NaN, "tokens": 3}', b"[7]",
+            b'{"index": 6, "nats": 1e999, "tokens": 1}', b'{"index": 5, "nats": 0.0, "tokens": 3}',
         )  # fmt: skip
         with self.assertLogs() as said:
-            answers = AnswerFile(self.path, {"task": "a"}, numbers=("acc",))
+            answers = AnswerFile(self.path, {"task": "a"})
         self.assertLen(said.output, 1)
-        self.assertIn("x.answers.jsonl: 6 lines are no answers and are left out", said.output[0])
-        self.assertEqual(sorted(answers.known), [0, 5, 8])
-        answers.add([{"index": 1, "acc": 0.0}])
+        self.assertIn("x.answers.jsonl: 7 lines are no answers and are left out", said.output[0])
+        self.assertEqual(sorted(answers.known), [0, 5])
+        answers.add({1: SCORE})
         with self.assertNoLogs():
-            again = AnswerFile(self.path, {"task": "a"}, numbers=("acc",))
-        self.assertEqual(sorted(again.known), [0, 1, 5, 8])
+            again = AnswerFile(self.path, {"task": "a"})
+        self.assertEqual(sorted(again.known), [0, 1, 5])

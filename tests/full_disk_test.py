@@ -14,6 +14,7 @@ from moejax import generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import perplexity_run
 from moejax.evaluation.answers import AnswerFile
+from moejax.evaluation.perplexity import WindowScore
 from moejax.files import whole as files
 from moejax.files.result_rows import ResultRow
 from tests import commands
@@ -90,14 +91,15 @@ class FullDiskTest(FolderTestCase):
 
     def test_answers_stay_and_are_gone_on_from(self):
         answers = AnswerFile(self.path, {"task": "x"})
+        score = WindowScore(0.5, 3)
         with self.refused("run the same command again to resume"):
-            answers.add([{"index": 0}])
+            answers.add({0: score})
         self.assert_left()
-        answers.add([{"index": 0}])
+        answers.add({0: score})
         with self.refused("run the same command again to resume"):
-            answers.add([{"index": 1}])
+            answers.add({1: score})
         self.assert_left("x.out")
-        self.assertEqual(AnswerFile(self.path, {"task": "x"}).known, {0: {"index": 0}})
+        self.assertEqual(AnswerFile(self.path, {"task": "x"}).known, {0: score})
 
     @pytest.mark.slow
     def test_the_command(self):

@@ -1,24 +1,24 @@
-"""Answers kept beside the result, from which an interrupted evaluation resumes."""
+"""Windows' scores kept beside the result, from which an interrupted evaluation resumes."""
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from absl import logging
 
 from moejax.errors import MoejaxError
+from moejax.evaluation.perplexity import WindowScore
 from moejax.files.whole import write_errors, write_whole
 
-Answer = dict[str, Any]
 _AGAIN = "make room, and run the same command again to resume from the answers in it"
 
 
 class AnswerFile:
-    """JSON Lines: a head that names the measurement, then an answer a line, then an end.
+    """JSON Lines: a head that names the measurement, then a window's score a line, then an end.
 
     An existing file is handled as follows:
 
@@ -38,7 +38,6 @@ class AnswerFile:
         # plain JSON values; answers are reused only by a run with an equal head
         head: dict[str, Any],
         *,
-        numbers: Sequence[str] = (),  # names of each answer's finite numbers
         anew: str = "",  # reason to reuse no answer; "": answers are reused
     ):
         """Reads the answers that exist.
@@ -50,8 +49,8 @@ class AnswerFile:
         self._head = json.loads(json.dumps(head))
         self._begun = False
         self._aside = False
-        self.known: dict[int, Answer] = {}  # answers by document, those of the file first
-        if path is not None and (stored := _stored(path, numbers)):
+        self.known: dict[int, WindowScore] = {}  # by window, those of the file first
+        if path is not None and (stored := _stored(path)):
             if not stored.finished:
                 self._go_on(path, stored, anew)
             elif stored.head != self._head:
@@ -62,10 +61,10 @@ class AnswerFile:
                 )  # fmt: skip
         self.num_resumed = len(self.known)  # how many were there already
 
-    def add(self, answers: list[Answer]) -> None:
-        """Keeps answers, each with its document's "index"."""
-        self.known |= {answer["index"]: answer for answer in answers}
-        self._append(answers)
+    def add(self, scores: Mapping[int, WindowScore]) -> None:
+        """Keeps the scores of windows."""
+        self.known |= scores
+        self._append(_lines(scores))
 
     def finish(self) -> None:
         """Marks the run as finished, result included: the next run begins anew."""
@@ -101,7 +100,7 @@ class AnswerFile:
                 os.fsync(file.fileno())
             return
         end = [line for line in lines if "end" in line]
-        content = _text([{"head": self._head}, *self.known.values(), *end])
+        content = _text([{"head": self._head}, *_lines(self.known), *end])
         if self._aside:
             self._path.rename(_free_name(self._path))
         write_whole(self._path, content, _AGAIN)
@@ -113,20 +112,20 @@ class _Stored:
     """Content of a file of answers."""
 
     head: dict[str, Any]
-    answers: dict[int, Answer]
+    answers: dict[int, WindowScore]
     finished: bool
     num_wrong: int  # lines that are none of these
 
 
 def check_place(path: Path) -> None:
     """Raises MoejaxError if answers would overwrite a file of another kind."""
-    _stored(path, ())
+    _stored(path)
 
 
 def is_unfinished(path: Path) -> bool:
     """Whether answers of a run that did not end are there."""
     try:
-        stored = _stored(path, ())
+        stored = _stored(path)
     except (MoejaxError, OSError):
         return False
     return stored is not None and not stored.finished and bool(stored.answers)
@@ -137,7 +136,7 @@ def beside(output: Path) -> Path:
     return output.with_name(f"{output.stem}.answers.jsonl")
 
 
-def _stored(path: Path, numbers: Sequence[str]) -> _Stored | None:
+def _stored(path: Path) -> _Stored | None:
     """Reads the answers; None if there is no file."""
     content = path.read_bytes() if path.exists() else b""
     if not content.strip():
@@ -147,10 +146,9 @@ def _stored(path: Path, numbers: Sequence[str]) -> _Stored | None:
     head = first.get("head")
     if not isinstance(head, dict):
         raise MoejaxError(f"{path} is no file of answers; move it away, or name another output")
-    answers = {row["index"]: row for row in rows if _is_answer(row, numbers)}
-    ends = [row for row in rows if "end" in row]
-    num_right = sum(_is_answer(row, numbers) for row in rows) + len(ends)
-    return _Stored(head, answers, bool(ends), len(rows) - num_right)
+    ends = ["end" in row for row in rows]
+    found = [score for row in rows if (score := _score(row))]
+    return _Stored(head, dict(found), any(ends), len(rows) - len(found) - sum(ends))
 
 
 def _row(line: bytes) -> dict[str, Any]:
@@ -162,14 +160,19 @@ def _row(line: bytes) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
-def _is_answer(row: dict[str, Any], numbers: Sequence[str]) -> bool:
-    if type(row.get("index")) is not int or "end" in row:
-        return False
-    values: list[Any] = [row.get(name) for name in numbers]
-    return all(type(value) in (int, float) and abs(value) < math.inf for value in values)
+def _lines(scores: Mapping[int, WindowScore]) -> list[dict[str, Any]]:
+    return [{"index": i, "nats": n, "tokens": tokens} for i, (n, tokens) in scores.items()]
 
 
-def _text(rows: Sequence[dict[str, Any]]) -> str:
+def _score(row: dict[str, Any]) -> tuple[int, WindowScore] | None:
+    """The window and score of a line; None if it has none."""
+    index, nats, tokens = (row.get(name) for name in ("index", "nats", "tokens"))
+    if type(index) is int and type(nats) is float and math.isfinite(nats) and type(tokens) is int:
+        return index, WindowScore(nats, tokens)
+    return None
+
+
+def _text(rows: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

@@ -63,7 +63,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
             stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)
         head = _head(config, text, stream, directory, engine)
         place = beside(output) if output else None
-        answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=config.begins_anew())
+        answers = AnswerFile(place, head, anew=config.begins_anew())
         if answers.num_resumed:
             count = f"{answers.num_resumed} of {windowing.num_windows(len(stream.ids))} windows"
             print_stderr(f"{count} are taken over from {place}")
@@ -72,16 +72,9 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
             measured = _measure(engine, stream.ids, windowing, config.num_rows(), answers)
         seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
         result = _perplexity_record(
-            engine,
-            head,
-            measured,
-            num_bytes=text.num_bytes,
-            stored=_stored_bytes(directory),
-            seconds=seconds,
-            batch_size=config.num_rows(),
-            seed=config.seed,
-            num_resumed=answers.num_resumed,
-        )
+            config, engine, head, measured, num_bytes=text.num_bytes, seconds=seconds,
+            stored=_stored_bytes(directory), num_resumed=answers.num_resumed,
+        )  # fmt: skip
         if output:
             _write_record(output, result)
         answers.finish()
@@ -148,9 +141,8 @@ def _measure(
     engine: "Engine", ids: list[int], windowing: Windowing, batch_size: int, answers: AnswerFile
 ) -> LogLikelihood:
     """Scores the windows that have no answer yet, under a progress bar."""
-    known = {i: WindowScore(of["nats"], of["tokens"]) for i, of in answers.known.items()}
-    nats = sum(of.nats for of in known.values())
-    num_scored = sum(of.num_scored for of in known.values())
+    nats = sum(of.nats for of in answers.known.values())
+    num_scored = sum(of.num_scored for of in answers.known.values())
     total = max(0, len(ids) - 1)
     with contextlib.closing(
         tqdm.tqdm(total=total, initial=num_scored, desc="scoring", unit="tok")
@@ -158,9 +150,7 @@ def _measure(
 
         def keep(scores: dict[int, WindowScore]) -> None:
             nonlocal nats, num_scored
-            answers.add(
-                [{"index": i, "nats": n, "tokens": tokens} for i, (n, tokens) in scores.items()]
-            )
+            answers.add(scores)
             nats += sum(of.nats for of in scores.values())
             num_scored += sum(of.num_scored for of in scores.values())
             so_far = LogLikelihood(nats, num_scored, len(answers.known))
@@ -168,8 +158,9 @@ def _measure(
             bar.update(num_scored - bar.n)
 
         return log_likelihood(
-            ids, windowing, engine.score, batch_size=batch_size, known=known, on_batch=keep
-        )
+            ids, windowing, engine.score, batch_size=batch_size, known=answers.known,
+            on_batch=keep,
+        )  # fmt: skip
 
 
 def _stored_bytes(directory: Path) -> int | None:
@@ -181,6 +172,7 @@ def _stored_bytes(directory: Path) -> int | None:
 
 
 def _perplexity_record(
+    config: EvaluateConfig,
     engine: "Engine",
     head: dict[str, Any],  # identity of the measurement (`answers.AnswerFile`)
     measured: LogLikelihood,
@@ -188,8 +180,6 @@ def _perplexity_record(
     num_bytes: int,
     stored: int | None,  # bytes of the checkpoint's tensors, None if not known
     seconds: float,  # time of scoring without compiling
-    batch_size: int,
-    seed: int,
     num_resumed: int,  # windows that an earlier run scored; times and ledger are without them
 ) -> dict[str, Any]:
     """Builds the result as JSON."""
@@ -212,8 +202,8 @@ def _perplexity_record(
             "rule": RULE,
             "standard_error": STANDARD_ERROR,
             "vocab_size": engine.config.vocab_size,
-            "batch_size": batch_size,
-            "seed": seed,
+            "batch_size": config.num_rows(),
+            "seed": config.seed,
             "files": head["checkpoint"],
         },
         "policy": head["policy"],
