@@ -9,8 +9,6 @@ import weakref
 from pathlib import Path
 from unittest import mock
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
@@ -20,7 +18,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.disk_cache import _DiskReader, check_waiting
 from tests.quantized_stores import QWEN, Own
 from tests.random_checkpoints import empty_row
-from tests.ssd_source import MOMENT, PARTS, SECONDS, Source, SsdTestCase
+from tests.ssd_source import MOMENT, SECONDS, Source, SsdTestCase
 
 
 class DiskReaderTest(SsdTestCase):
@@ -90,22 +88,6 @@ class DiskReaderTest(SsdTestCase):
 
 
 class WaitingTest(SsdTestCase):
-    def test_inside_a_step(self):
-        source = Source()
-        reader = self.reader(source)
-        shapes = tuple(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in PARTS)
-
-        @jax.jit
-        def step(expert):
-            row = jax.pure_callback(lambda e: tuple(reader._read_now((2, int(e)))), shapes, expert)
-            return tuple(array + jnp.ones((), array.dtype) for array in row)
-
-        for expert in range(8):
-            for array in step(jnp.int32(expert)):
-                self.assertTrue((np.asarray(array) == source.value(2, expert) + 1).all())
-        counters = reader.counters
-        self.assertEqual((counters.waits, counters.reads), (8, 8))
-
     def test_beside_a_stuck_ring(self):
         source = Source()
         reader = self.reader(source, ring_blocks=1)
