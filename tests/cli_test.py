@@ -190,7 +190,11 @@ class CliTest(FolderTestCase):
         (["-top_k=3", "--config.top_k=4"], {"top_k": 4}),
         (["--seed=3"], {"seed": 3}),
         (["--device_gib=2"], {"memory": MemoryConfig(device_gib=2.0)}),
-        (["--memory.slots=8"], {"memory": MemoryConfig(slots=8)}),
+        (
+            ["--config.memory.device_gib", "1.5", "--memory.slots=8"],
+            {"memory": MemoryConfig(device_gib=1.5, slots=8)},
+        ),
+        ([], {"checkpoint": "demo"}),
         (["--verify"], {"verify": True}),
         (["--verify=Yes", "--config.verify=0"], {"verify": False}),
         (["--config.verify=on"], {"verify": True}),
@@ -210,10 +214,6 @@ class CliTest(FolderTestCase):
         policy = PolicyConfig(name="dymoe", **expected) if of_policy else PolicyConfig()
         own = {} if of_policy else expected
         self.assertEqual(self.config, GenerateConfig(policy=policy, **own))
-
-    def test_without_config_the_demo_runs(self):
-        self.run_main("--prompt=a")
-        self.assertEqual(self.config, GenerateConfig(checkpoint="demo"))
 
     def test_several_prompts_make_one_batch(self):
         path = self.directory / "p.txt"
@@ -244,6 +244,7 @@ class CliTest(FolderTestCase):
         (["--prompt=a", "--config.thinking=yes"], "thinking='yes' must be one of auto, on, off,"),
         (["--prompt=a", "--config.thinking=on"], "are of conversations: give --chat, too"),
         (["--prompt=a", "--config.temperature=-1"], "temperature=-1.0 must be"),
+        (["--prompt=a", "--config.memory.slots=-3"], "memory.slots=-3 must be at least -1"),
         (["--prompt=a", f"--config={ROOT}/configs/quantize_demo.py"], "made for moejax.quantize,"),
         (["--prompt=a", "--config=no/such/file.py"], "config file 'no/such/file.py' does not"),
         (["--prompt=a", "--config="], "config file '' does not exist"),
@@ -272,6 +273,11 @@ class CliTest(FolderTestCase):
         (["--prompt"], "--prompt needs a value: --prompt=VALUE"),
         (["--prompt=two", "words"], "'words' is no flag"),
         (["--config=a.py", "--config=b.py"], "--config names two files"),
+        (["--prompt=a", "--", "--config=zzz"], "'--config=zzz' is no flag"),
+        (["--prompt=a", "--", "--config.zzz=1"], "'--config.zzz=1' is no flag"),
+        (["--prompt=a", "--config.memory=5"], "it is a group: memory.device_gib"),
+        (["--prompt=a", "--config.memory.device_gb=5"], "did you mean 'memory.device_gib'?"),
+        (["--prompt=a", "--config.slots=5"], "did you mean 'memory.slots' or 'policy.slots'?"),
     )
     def test_bad_flags(self, arguments, said):
         self.assert_fails(said, *arguments, status=2)
@@ -284,10 +290,6 @@ class CliTest(FolderTestCase):
         [(prompt, _)] = self.engine.asked
         self.assertEqual("".join(map(chr, prompt[1:])), text)
         self.assertEqual((self.config.seed, self.config.stop), (3, (text,)))
-
-    @parameterized.parameters("--config=zzz", "--config.zzz=1")
-    def test_flags_end_at_two_dashes(self, text):
-        self.assert_fails(f"'{text}' is no flag", "--prompt=a", "--", text, status=2)
 
     def test_prompt_file_that_is_not_utf8(self):
         path = self.directory / "latin1.txt"
@@ -381,24 +383,6 @@ class CliTest(FolderTestCase):
                 said = "" if value == () else re.escape(str(value))
                 self.assertRegex(shown, rf"(?m)^  {field.name}={said} +\S", field.name)
         self.assertNotIn("Settings of", self.run_main("--help")[0])
-
-    @parameterized.parameters(
-        (["--config.memory.device_gib=1.5"],), (["--config.memory.device_gib", "1.5"],)
-    )
-    def test_fields_of_groups_are_overridden(self, arguments):
-        self.run_main("--prompt=a", *arguments, "--config.memory.slots=3")
-        assert self.config is not None
-        self.assertEqual(self.config.memory, MemoryConfig(device_gib=1.5, slots=3))
-
-    @parameterized.parameters(
-        ("--config.memory=5", "memory has no value of its own; it is a group: memory.device_gib"),
-        ("--config.memory.device_gb=5", "did you mean 'memory.device_gib'?"),
-        ("--config.slots=5", "did you mean 'memory.slots' or 'policy.slots'?"),
-        ("--config.memory.slots=-3", "memory.slots=-3 must be at least -1"),
-    )
-    def test_mistakes_in_groups_are_named(self, argument, said):
-        is_value = "must be" in said  # others are flags that cannot be read
-        self.assert_fails(said, "--prompt=a", argument, status=1 if is_value else 2)
 
 
 class ProcessTest(absltest.TestCase):
