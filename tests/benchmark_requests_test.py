@@ -272,7 +272,7 @@ class RoutingTest(parameterized.TestCase):
 
 class ConfigTest(parameterized.TestCase):
     @parameterized.parameters(
-        ({"batches": (0,)}, "batches"), ({"batches": (1, 2000)}, "batches"),
+        ({"batches": (0,)}, "batches=.0,. must be numbers"), ({"batches": (1, 2000)}, "batches"),
         ({"budgets": (-1.0,)}, "budgets"), ({"runs": 0}, "runs=0 must be at least 1"),
         ({"new_tokens": 0}, "new_tokens"), ({"shape": "Qwen"}, "shape='Qwen' must be one of"),
         ({"skew": "zipf:1"}, "has no effect without shape: give shape, or leave skew"),

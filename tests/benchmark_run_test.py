@@ -148,9 +148,7 @@ class CheckpointTest(Case):
         rows.write_text('{"prompt": "mine"}\n')
         cases: list[tuple[dict[str, Any], str]] = [
             ({"prompts": bad}, r"bad.json, entry 0 \(id q7\): turn 0 needs"),
-            ({"prompts": self.home / "none.txt"}, "there is no prompt file"),
             ({"fidelity_share": 0.5}, "fidelity_share=0.5 has no effect without policy.name"),
-            ({"batches": "(0,)"}, "batches=.0,. must be numbers from 1"),
             ({"prompt_tokens": 250}, "250 prompt tokens and new_tokens=9 do not fit .* 256"),
             ({"shape": "tiny", "trace": self.home / "none.trace"}, "there is no trace"),
             ({"output": self.home / "no" / "x.json"}, "output .* lies in"),

@@ -170,10 +170,25 @@ class FaultTest(FolderTestCase):
         with self.assertRaisesRegex(MoejaxError, "hold no tensors"):
             stored_dtype(path)
 
-    def test_missing_tensors(self):
-        path = write_checkpoint("qwen3", self.directory)
-        edit_tensors(path, lambda t: t.pop("model.norm.weight"))
-        self.assert_refused(path, str(path), "missing tensors (1): model.norm.weight [32];")
+    @parameterized.parameters(
+        ("qwen3", "model.norm.weight", None, "missing tensors (1): model.norm.weight [32];"),
+        ("qwen3", "model.extra", (2, 3), "unexpected tensors (1): model.extra [2, 3];"),
+        ("qwen3_gqa1_tied", "lm_head.weight", (2, 3), "unexpected tensors (1): lm_head.weight [2"),
+        (
+            "mixtral_gqa4_sliding_fused", "model.layers.1.mlp.experts.down_proj", (4, 24, 32),
+            "wrongly shaped tensors (1): model.layers.1.mlp.experts.down_proj is [4, 24, 32] in "
+            "the file, [4, 32, 24] by config.json",
+        ),
+    )  # fmt: skip
+    def test_tensors_that_do_not_fit(self, checkpoint, name, shape, said):
+        path = write_checkpoint(checkpoint, self.directory)
+
+        def edit(tensors):
+            tensors.pop(name, None)
+            tensors |= {} if shape is None else {name: torch.ones(shape)}
+
+        edit_tensors(path, edit)
+        self.assert_refused(path, str(path), said)
 
     def test_many_missing_tensors_are_counted(self):
         path = write_checkpoint("mixtral", self.directory)
@@ -183,26 +198,6 @@ class FaultTest(FolderTestCase):
             "missing tensors (38): model.layers.3.input_layernorm.weight [32], "
             "model.layers.3.self_attn.q_proj.weight [32, 32], ",
             ", ...; download it again or mend config.json",
-        )
-
-    def test_unexpected_tensor(self):
-        path = write_checkpoint("qwen3", self.directory)
-        edit_tensors(path, lambda t: t.update({"model.extra": torch.ones(2, 3)}))
-        self.assert_refused(path, "unexpected tensors (1): model.extra [2, 3];")
-
-    def test_head_of_a_tied_model_with_another_shape(self):
-        path = write_checkpoint("qwen3_gqa1_tied", self.directory)
-        edit_tensors(path, lambda t: t.update({"lm_head.weight": torch.ones(2, 3)}))
-        self.assert_refused(path, "unexpected tensors (1): lm_head.weight [2, 3];")
-
-    def test_wrong_shape(self):
-        path = write_checkpoint("mixtral_gqa4_sliding_fused", self.directory)
-        name = "model.layers.1.mlp.experts.down_proj"
-        edit_tensors(path, lambda t: t.update({name: t[name].mT.contiguous()}))
-        self.assert_refused(
-            path,
-            f"wrongly shaped tensors (1): {name} is [4, 24, 32] in the file, "
-            "[4, 32, 24] by config.json",
         )
 
     def test_float16_overflow(self):
