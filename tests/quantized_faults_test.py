@@ -14,6 +14,9 @@ from moejax.weights.qtensor import QTensor
 from tests import quantized_files as files
 from tests.quantized_stores import QWEN, Gptq, Hqq, LoadingTestCase, Own
 
+SHORT = {"size": 5, "sha256": "x"}
+NAME = "model.layers.0.mlp.experts.1.up_proj"
+
 
 class FaultTest(LoadingTestCase):
     def edited(self, store, edit):
@@ -22,48 +25,32 @@ class FaultTest(LoadingTestCase):
         files.write(self.directory / "model.safetensors", store.tensors)
         return store
 
-    NAME = "model.layers.0.mlp.experts.1.up_proj"
+    @parameterized.parameters(
+        (f"{NAME}.scales", lambda _: None, f"missing tensors (1): {NAME}.scales [2, 32];"),
+        (f"{NAME}.qzeros", lambda a: a[:1], "qzeros is [1, 4] in the file, [2, 4] by config.json"),
+        (f"{NAME}.qweight", lambda a: a.view(np.float32), "qweight is float32, expected int32"),
+        (f"{NAME}.bias", lambda _: np.ones(32, np.float16), f"unexpected tensors (1): {NAME}.bias"),
+        ("x.qweight", lambda _: np.zeros(3, np.int32), "unexpected tensors (1): x.qweight [3]"),
+    )
+    def test_a_tensor_that_does_not_fit(self, name, change, said):
+        def edit(tensors):
+            found = change(tensors.pop(name, None))
+            tensors |= {} if found is None else {name: found}
 
-    def test_missing(self):
-        store = self.edited(Gptq(QWEN), lambda t: t.pop(f"{self.NAME}.scales"))
-        said = f"missing tensors (1): {self.NAME}.scales [2, 32];"
-        self.assert_refused(store, str(self.directory), said)
+        self.assert_refused(self.edited(Gptq(QWEN), edit), said)
+
+    def test_a_bias_may_be_zero(self):
+        bias = {f"{NAME}.bias": np.zeros(32, np.float16)}
+        store = self.edited(Gptq(QWEN), lambda t: t.update(bias))
+        self.assertIsInstance(self.load(store)["moe.down"], QTensor)
 
     def test_a_whole_matrix_is_missing(self):
         def edit(tensors):
-            for name in [name for name in tensors if name.startswith(self.NAME)]:
+            for name in [name for name in tensors if name.startswith(NAME)]:
                 del tensors[name]
 
-        said = f"missing tensors (1): {self.NAME}.weight [32, 64]"
+        said = f"missing tensors (1): {NAME}.weight [32, 64]"
         self.assert_refused(self.edited(Gptq(QWEN), edit), said)
-
-    def test_misshaped(self):
-        def edit(tensors):
-            tensors[f"{self.NAME}.qzeros"] = tensors[f"{self.NAME}.qzeros"][:1]
-
-        said = f"{self.NAME}.qzeros is [1, 4] in the file, [2, 4] by config.json"
-        self.assert_refused(self.edited(Gptq(QWEN), edit), said)
-
-    def test_unexpected(self):
-        store = self.edited(Gptq(QWEN), lambda t: t.update({"x.qweight": np.zeros(3, np.int32)}))
-        self.assert_refused(store, "unexpected tensors (1): x.qweight [3]")
-
-    @parameterized.parameters(0, 1)
-    def test_a_bias_must_be_zero(self, value):
-        bias = {f"{self.NAME}.bias": np.full(32, value, np.float16)}
-        store = self.edited(Gptq(QWEN), lambda t: t.update(bias))
-        if value:
-            self.assert_refused(store, f"unexpected tensors (1): {self.NAME}.bias [32]")
-        else:
-            self.assertIsInstance(self.load(store)["moe.down"], QTensor)
-
-    def test_types(self):
-        def edit(tensors):
-            tensors[f"{self.NAME}.qweight"] = tensors[f"{self.NAME}.qweight"].view(np.float32)
-
-        self.assert_refused(
-            self.edited(Gptq(QWEN), edit), f"{self.NAME}.qweight is float32, expected int32"
-        )
 
     @parameterized.parameters("qmodel.pt", "pytorch_model.bin")
     def test_pickles(self, name):
@@ -80,26 +67,23 @@ class FaultTest(LoadingTestCase):
 
 
 class ManifestTest(LoadingTestCase):
-    def edited_manifest(self, **changed):
+    @parameterized.parameters(
+        ({"layout": "planes-v0"}, "layout 'planes-v0', this version reads"),
+        ({"files": {"model.safetensors": SHORT}}, "5 by quantization.json"),
+        ({"files": {"model-2.safetensors": SHORT}}, "model-2.safetensors is missing"),
+    )
+    def test_fields(self, changed, said):
         store = Own(QWEN)
         store.write(self.directory)
         path = self.directory / "quantization.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-        return store
-
-    def test_layout(self):
-        store = self.edited_manifest(layout="planes-v0")
-        self.assert_refused(store, "quantization.json", "layout 'planes-v0', this version reads")
+        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+        self.assert_refused(store, "quantization.json", said)
 
     def test_no_manifest(self):
         store = Own(QWEN)
         store.write(self.directory)
         (self.directory / "quantization.json").unlink()
         self.assert_refused(store, f"no quantization.json in {self.directory}")
-
-    def test_size(self):
-        store = self.edited_manifest(files={"model.safetensors": {"size": 5, "sha256": "x"}})
-        self.assert_refused(store, "model.safetensors has", "5 by quantization.json")
 
     def test_runs_verify_when_asked(self):
         tiers = self.directory / "tier"
@@ -126,11 +110,6 @@ class ManifestTest(LoadingTestCase):
             with self.assertRaisesRegex(MoejaxError, "model.safetensors is not what was written"):
                 run()
         open_checkpoint(str(tiers))  # unasked, sizes alone are compared before tensors are read
-
-    def test_file_that_is_missing(self):
-        file = {"size": 5, "sha256": "x"}
-        store = self.edited_manifest(files={"model-00002-of-00002.safetensors": file})
-        self.assert_refused(store, "model-00002-of-00002.safetensors is missing")
 
     @parameterized.parameters(
         ({}, "does not list model.embed_tokens.weight"),
