@@ -119,8 +119,6 @@ def _check_script(module: str, arguments: list[str]) -> None:
     """Flags of a script, which are read from its source: importing them all takes minutes."""
     path = module.replace(".", "/") + ".py"
     _require_file(path)
-    if module == "scripts.demo_training.pack_calibration_text":  # argparse's
-        return
     known = script_flags(ROOT / path)
     for word in arguments:
         if word == "--":  # what follows goes to a main
