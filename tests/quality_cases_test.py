@@ -2,13 +2,19 @@
 
 from typing import ClassVar
 
+import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
+from moejax.evaluation.fidelity import Sample, compare, predictions
+from moejax.inference.runner import Runner
 from moejax.policies.buddy_lists import BuddyLists
 from scripts.studies.quality import buddymoe as quality_buddymoe
-from scripts.studies.quality import cases, dymoe, dynaexq
+from scripts.studies.quality import cases, dymoe, dynaexq, exact
+from scripts.studies.quality.bench import Model, Windows
 from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_MET, NOT_SHOWN, Claim, Comparison
+from scripts.studies.quality.subject import Subject
 
 
 class VerdictTest(parameterized.TestCase):
@@ -52,10 +58,42 @@ class VerdictTest(parameterized.TestCase):
         np.testing.assert_array_equal(found.q, lists.q)
 
     def test_every_bar_names_rows_of_its_sections(self):
-        claims = (*dynaexq.CLAIMS, *dymoe.claims(7), *quality_buddymoe.CLAIMS)
+        claims = (*dynaexq.CLAIMS, *dymoe.claims(7), *quality_buddymoe.CLAIMS, *exact.CLAIMS)
         for claim in claims:
             self.assertNotEmpty(claim.tests)
             for test in claim.tests:
                 for _, row in test.terms:
                     self.assertLen(row.split(" | "), 4, row)
                 self.assertAlmostEqual(sum(factor for factor, _ in test.terms), 0.0)
+
+
+class BesideTest(parameterized.TestCase):
+    @pytest.mark.slow
+    def test_runs_beside_the_exact_model(self):
+        model = Model("demo", jax.devices("cpu")[0], "rtn")
+        tokens = np.random.default_rng(0).integers(3, 4000, (2, 33), np.int32)
+        texts = [Windows(name, tokens, ("x", "x")) for name in ("wikitext-2", "mixed")]
+        others = {text.name: text for text in texts}
+        subject = Subject(model, None, *texts, others)
+        points = {}
+        for section in (exact.fidelity, exact.layers):
+            for case in section(subject):
+                if case.name == "uniform int2":
+                    found = {f"{section.__name__} {p.series}": p for p in case.measure()}
+                    points |= found
+        plain = subject.uniform("int2", texts[1])
+        kl = points["fidelity uniform int2"]
+        self.assertAlmostEqual(kl.more["perplexity"] / plain.perplexity, 1, delta=1e-5)
+        sample = Sample(tokens[:, :-1], np.tile(np.arange(32, dtype=np.int32), (2, 1)))
+        coarse = dict(zip(("moe.gate_up", "moe.down"), model.experts("int2"), strict=True))
+        coarse = {n: rows.reshape(model.weights[n].shape) for n, rows in coarse.items()}
+        own, reference = (
+            predictions(Runner(model.config, weights, model.device).logits, sample)
+            for weights in (model.weights | coarse, model.weights)
+        )
+        expected = compare(reference, own)
+        self.assertAlmostEqual(kl.figure / 1e3, expected.mean_kl, delta=1e-4 * expected.mean_kl)
+        same = points["fidelity uniform int2, same likeliest token"].figure
+        self.assertAlmostEqual(same, 100 * expected.same_choice, delta=1e-4)
+        errors = [points[f"layers uniform int2, {name}"].figure for name in ("measured", "bound")]
+        self.assertBetween(errors[0], 20, errors[1])

@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import json
 import lzma
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from moejax.models.expert_products import ExpertPairs, ExpertStacks, combine, pr
 from moejax.models.moe import Experts, MoeInputs, Routing
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
-from moejax.quantization.pipeline.calibration import shipped_text
 from moejax.quantization.pipeline.quantizers import Program, quantize_stack
 from moejax.quantization.pipeline.recipe import Scheme
 from moejax.text.corpus import joined_rows
@@ -48,6 +47,18 @@ MILO_PASSES = 20  # of its iteration at most, as `moejax.quantize` has it
 TRAIN_CHARACTERS = 2_000_000  # of a training text, which is not scored
 
 
+class Beside(Protocol):
+    """What a run of some windows measures beside the exact model; `exact.py` has them."""
+
+    def of_served(self, served: "Served", batch: int) -> tuple[np.ndarray, dict[str, Any]]:
+        """Runs the windows: nats float64[n], and what else was found."""
+        ...
+
+    def of_hidden(self, hidden: Sequence[jax.Array]) -> tuple[np.ndarray, dict[str, Any]]:
+        """Finds the same in last hidden states [1, T, D] of each window."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Windows:
     """Token windows int32[n, T + 1] of a text, its name, and the domain of each."""
@@ -55,6 +66,13 @@ class Windows:
     name: str
     tokens: np.ndarray
     domains: tuple[str, ...]
+    beside: Beside | None = None  # not of runs `as_decode`
+
+    def batches(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields windows, so many at once, and their lengths int32."""
+        for first in range(0, len(self.tokens), size):
+            part = self.tokens[first : first + size]
+            yield part, np.full(len(part), part.shape[1] - 1, np.int32)
 
     @property
     def num_targets(self) -> int:
@@ -93,10 +111,6 @@ class Texts:
         parts = [self.domain(name, each, scored=scored) for name in DOMAINS]
         tokens = np.stack([part.tokens for part in parts], axis=1)
         return Windows("mixed", tokens.reshape(-1, tokens.shape[-1]), DOMAINS * each)
-
-    def calibration(self, count: int) -> Windows:
-        """Windows of the text that ships, which is none of the others."""
-        return self._cut("calibration", shipped_text(), count, "calibration")
 
     def _cut(self, name: str, content: str, count: int, domain: str) -> Windows:
         ids = np.asarray(self._tokenizer.encode(content), np.int32)
@@ -202,12 +216,14 @@ class Measured:
       num_targets: tokens that were scored.
       shares: of the gate mass, what became of it (`Ledger.shares`).
       promoted: experts that bulk transfers brought since the run began.
+      more: what the windows' `beside` found.
     """
 
     nats: np.ndarray
     num_targets: int
     shares: dict[str, float]
     promoted: int
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -276,10 +292,12 @@ class Served:
         """
         self.memory.read_counters()
         self.memory.ledger.gate = None
-        nats = []
-        for first in range(0, len(windows.tokens), batch):
-            part = windows.tokens[first : first + batch]
-            lengths = np.full(len(part), part.shape[1] - 1, np.int32)
+        nats: list[np.ndarray] = []
+        more: dict[str, Any] = {}
+        if windows.beside is not None:
+            found, more = windows.beside.of_served(self, batch)
+            nats = [found]
+        for part, lengths in windows.batches(batch) if windows.beside is None else ():
             if as_decode:
                 zeros = jnp.zeros(len(part), jnp.float32), jnp.asarray(part)
                 found, _ = self.runner.scan_windows(_decode_chunk, zeros, part[:, :-1], lengths)
@@ -288,7 +306,7 @@ class Served:
                 nats.append(self.runner.score(part[:, :-1], lengths, part[:, 1:]))
         ledger = self.memory.read_counters()
         return Measured(
-            np.concatenate(nats), windows.num_targets, ledger.shares, ledger.total("bulk")
+            np.concatenate(nats), windows.num_targets, ledger.shares, ledger.total("bulk"), more
         )
 
 
@@ -347,13 +365,18 @@ class EachToken:
     def run(self, policy: AnyPolicy, windows: Windows) -> Measured:
         """Scores windows one at a time; without shares."""
         state = policy.init(self.spec)
-        nats = [
-            float(self._score(state, self.model.dense, self._stacks, jnp.asarray(row[None])))
+        found = [
+            self._score(state, self.model.dense, self._stacks, jnp.asarray(row[None]))
             for row in windows.tokens
         ]
-        return Measured(np.array(nats), windows.num_targets, {}, 0)
+        nats, hidden = zip(*found, strict=True)
+        more = windows.beside.of_hidden(hidden)[1] if windows.beside else {}
+        return Measured(np.array(nats, np.float64), windows.num_targets, {}, 0, more)
 
-    def _nats(self, state: Any, weights: Any, stacks: Any, tokens: jax.Array) -> jax.Array:
+    def _nats(
+        self, state: Any, weights: Any, stacks: Any, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Nats of a window, and its last hidden states."""
         model = merge_weights(self._definition, weights)
         c, inputs = self.model.config, tokens[:, :-1]
         rows_of_tier = self.model.num_layers * c.num_experts
@@ -386,4 +409,4 @@ class EachToken:
             inputs, places, jnp.ones(inputs.shape, bool),
             lambda _, q, k, v: causal_attention(q, k, v, c.sliding_window, "xla"), Decided(),
         )  # fmt: skip
-        return jnp.sum(model.negative_log_likelihood(hidden, tokens[:, 1:], 2**26))
+        return jnp.sum(model.negative_log_likelihood(hidden, tokens[:, 1:], 2**26)), hidden

@@ -275,24 +275,3 @@ CLAIMS = (
         ),
     ),
 )  # fmt: skip
-
-
-def domains(subject: Subject) -> Iterator[Case]:
-    """Lists and gains of one domain, used on another; half of the experts resident."""
-    names = ("books", "code")
-    for of in names:
-        for on in names:
-            yield Case(f"{of} on {on}", functools.partial(_domain, subject, of, on))
-
-
-def _domain(subject: Subject, of: str, on: str) -> Iterator[Point]:
-    count = max(4, len(subject.mixed.tokens) // 5)
-    parts = {
-        name: subject.texts.domain(name, count, scored=False) for name in dict.fromkeys((of, on))
-    }
-    runs = Runs(dataclasses.replace(subject, others=parts))
-    windows = subject.texts.domain(on, count)
-    found = runs.profile(of, "outputs")
-    policy = BuddyMoe(lists=found.lists, gains=found.gains, background_bytes=0.0)
-    yield runs.run(windows, f"profile of {of}", 0.5, policy, "domain")
-    yield point(windows, "original", 1, subject.uniform("bf16", windows))

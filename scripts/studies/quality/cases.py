@@ -21,7 +21,7 @@ class Point:
     """One figure: `series` is a curve of a plot, `x` its place on it.
 
     The figure is a perplexity unless `unit` says something else; `nats` are those a token of each
-    window, () where there are none.
+    window, () where there are none; `found` beside the exact model is not in the row.
     """
 
     text: str
@@ -31,6 +31,7 @@ class Point:
     nats: tuple[float, ...] = ()
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
     unit: str = "perplexity"
+    found: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> str:

@@ -1,77 +1,56 @@
 """DyMoE's Tables 1 and 2 and Figures 3, 5 and 11.
 
 Prompts go by heavy hitters, tokens one by one by the gate. "load" is a fair null of heavy hitters:
-the experts of most tokens are critical. Sensitivity is measured on the calibration text.
+the experts of most tokens are critical. `heavy` is Figure 4 beside its null, as many tokens of the
+same window chosen at random. Rows of Figure 5 are of commit e209aff4, which measured layers alone.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from moejax.policies.baselines import Resident
+from moejax.models.attention import causal_attention
+from moejax.models.moe import MoeInputs, ResidentExperts
+from moejax.models.transformer import merge_weights, model_definition
+from moejax.policies.dymoe import attention_received
 from scripts.studies.dymoe.controls import AsAsked
-from scripts.studies.quality.bench import EachToken, Measured, Served, Windows
-from scripts.studies.quality.cases import Case, Claim, Comparison, Point
-from scripts.studies.quality.subject import BATCH, Subject, point
+from scripts.studies.quality.bench import EachToken, Model, Served
+from scripts.studies.quality.cases import Case, Claim, Comparison, Point, standard_error
+from scripts.studies.quality.subject import Subject, point
 
 HIGH, LOW = "int4", "int2"
 RETENTIONS = (0.5, 0.625, 0.75, 0.875, 0.9, 1.0)
 KINDS = {"4/2": "", "4/0": "skip"}
 SELECTIONS = ("critical", "load", "random")
-SCHEDULES = ("cosine", "linear", "equal", "sensitivity")
+SCHEDULES = ("cosine", "linear", "equal")
 AT = 0.75  # where schedules are compared
 NEAR = 0.01  # nats: our reading of "nearly as good"
 TEXTS = ("wikitext-2", "mixed")
+HEAVY_SHARE, DRAWS = 0.1, 8  # of a window's tokens, as the policy's default; random samples
+HEAVY_BAR = (
+    "dymoe, an expert's load and its load of heavy hitters are highly correlated (3.3, Figure 4): "
+    "more than its load of as many random tokens, by two standard errors over windows"
+)
 
 
 def cases(subject: Subject) -> Iterator[Case]:
-    """Layers alone in INT2, then selections at every retention, then schedules."""
-    for layer in (None, *range(subject.model.num_layers)):
-        name = "layer none" if layer is None else f"layer {layer}"
-        yield Case(name, functools.partial(_one_layer, subject, layer))
+    """Selections at every retention, then schedules."""
     runs = _Runs(subject)
     for kind, selection, r in itertools.product(KINDS, SELECTIONS, RETENTIONS):
         yield Case(
             f"{kind} {selection} {r:g}",
-            functools.partial(
-                runs.points, f"{kind} {selection}", r, kind, selection, {"schedule": "cosine"}
-            ),
+            functools.partial(runs.points, f"{kind} {selection}", r, kind, selection, "cosine"),
         )
     for kind, schedule in itertools.product(KINDS, SCHEDULES[1:]):
         yield Case(
             f"{kind} {schedule}",
-            functools.partial(
-                runs.points, f"{kind} {schedule}", AT, kind, "critical", {"schedule": schedule}
-            ),
+            functools.partial(runs.points, f"{kind} {schedule}", AT, kind, "critical", schedule),
         )
-
-
-def _one_layer(subject: Subject, layer: int | None) -> Iterator[Point]:
-    """Figure 5: one layer's experts in INT2, the others in INT4."""
-    run = _with_layer(subject, layer)
-    yield point(subject.calibration, "one layer in int2", -1 if layer is None else layer, run)
-
-
-def _with_layer(subject: Subject, layer: int | None) -> Measured:
-    model, experts = subject.model, subject.num_experts
-    served = subject.served_uniform(HIGH)
-    memory = served.memory.tiers[0]
-    plain = memory.store
-    rows = slice(0, 0) if layer is None else slice(layer * experts, (layer + 1) * experts)
-    gate_up, down = (
-        full.at[rows].set(coarse[rows])
-        for full, coarse in zip(model.experts(HIGH), model.experts(LOW), strict=True)
-    )
-    memory.store = dataclasses.replace(plain, gate_up=gate_up, down=down)
-    try:
-        served.begin(Resident())
-        return served.run(subject.calibration, BATCH)
-    finally:
-        memory.store = plain
 
 
 class _Runs:
@@ -80,20 +59,16 @@ class _Runs:
     def __init__(self, subject: Subject):
         self.subject = subject
         self._made: dict[str, tuple[Served, EachToken]] = {}
-        self._sensitivity: tuple[float, ...] = ()
 
     def points(
-        self, series: str, r: float, kind: str, selection: str, how: dict[str, Any]
+        self, series: str, r: float, kind: str, selection: str, schedule: str
     ) -> Iterator[Point]:
         """Prompts, then token by token, of each text."""
-        if how["schedule"] == "sensitivity":
-            how = {**how, "sensitivity": self.sensitivity()}
         policy = AsAsked(
-            prefetch=0, selection=selection, retention=r, low=KINDS[kind], **how
-        )  # fmt: skip
+            prefetch=0, selection=selection, retention=r, low=KINDS[kind], schedule=schedule
+        )
         served, each = self._programs(selection)
         model = self.subject.model
-        width = model.config.experts_per_token
 
         def mean(count: int) -> float:
             return float(policy.counts(model.num_layers, count).mean() / count)
@@ -101,37 +76,64 @@ class _Runs:
         for windows in self.subject.both:
             served.begin(policy)
             run = served.run(windows, 1)
-            yield self._named(windows, "prompts", series, r, run, mean(self.subject.num_experts))
+            more = {"realised mean": mean(self.subject.num_experts)}
+            yield point(windows, f"prompts {series}", r, run, **more)
             if selection != "load":  # of one token it is the order of the gate, as "critical"
-                run = each.run(policy, windows)
-                yield self._named(windows, "tokens", series, r, run, mean(width))
-
-    @staticmethod
-    def _named(
-        windows: Windows, phase: str, series: str, r: float, run: Measured, realised: float
-    ) -> Point:
-        return point(windows, f"{phase} {series}", r, run, **{"realised mean": realised})
+                more = {"realised mean": mean(model.config.experts_per_token)}
+                yield point(windows, f"tokens {series}", r, each.run(policy, windows), **more)
 
     def _programs(self, selection: str) -> tuple[Served, EachToken]:
         if selection not in self._made:
             model, experts = self.subject.model, self.subject.num_experts
-            base = AsAsked(prefetch=0, selection=selection)
-            tiers = (HIGH, LOW)
-            self._made[selection] = (
-                Served(model, base, tiers, (experts, experts)),
-                EachToken(model, base, tiers),
-            )
+            base, tiers = AsAsked(prefetch=0, selection=selection), (HIGH, LOW)
+            served = Served(model, base, tiers, (experts, experts))
+            self._made[selection] = served, EachToken(model, base, tiers)
         return self._made[selection]
 
-    def sensitivity(self) -> tuple[float, ...]:
-        """Nats that each layer alone in INT2 adds, above 0; measured once."""
-        if not self._sensitivity:
-            first, *others = (
-                float(np.mean(_with_layer(self.subject, layer).by_window))
-                for layer in (None, *range(self.subject.model.num_layers))
-            )
-            self._sensitivity = tuple(max(nats - first, 1e-6) for nats in others)
-        return self._sensitivity
+
+def heavy(subject: Subject) -> Iterator[Case]:
+    """Correlation of experts' loads of all tokens with those of heavy hitters, and of others."""
+    yield Case("correlation", functools.partial(_correlations, subject))
+
+
+def _correlations(subject: Subject) -> Iterator[Point]:
+    model, rng = subject.model, np.random.default_rng(0)
+    loads = jax.jit(functools.partial(_loads, model))
+    for windows in subject.both:
+        found = []
+        for row in windows.tokens[:, None, :-1]:
+            keys = rng.random((model.num_layers, DRAWS, row.size), np.float32)
+            of_layers = np.asarray(loads(model.weights, row, keys))
+            found.append([np.corrcoef(of)[0, 1:] for of in of_layers])
+        hitters, random = np.array(found)[..., 0], np.array(found)[..., 1:].mean(axis=-1)
+        for series, of in (
+            ("heavy hitters", hitters), ("random tokens", random), ("difference", hitters - random),
+        ):  # fmt: skip
+            means = np.round(of.mean(axis=0), 5).tolist()
+            more = {"standard error": standard_error(of.mean(axis=1)), "layers": means}
+            yield Point(windows.name, series, HEAVY_SHARE, float(of.mean()), (), more, "")
+
+
+def _loads(model: Model, weights: Any, tokens: jax.Array, keys: jax.Array) -> jax.Array:
+    """Loads float32[M, 2 + DRAWS, E] of all tokens [1, T], heavy hitters, and those of top keys."""
+    config, received = model.config, list[jax.Array]()
+    net = merge_weights(model_definition(config), weights)
+    positions, active = jnp.arange(tokens.size)[None], jnp.ones(tokens.shape, bool)
+
+    def attend(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        received.append(attention_received(q, k, positions, active, scale=config.score_scale))
+        return causal_attention(q, k, v, config.sliding_window, "xla")
+
+    class Counted(ResidentExperts):
+        def __call__(self, carry: Any, inputs: MoeInputs) -> tuple[jax.Array, Any, Any]:
+            out, carry, _ = super().__call__(carry, inputs)
+            marks = jax.nn.one_hot(inputs.routing.ids, config.num_experts).sum(axis=1)
+            order = jnp.concatenate([received[-1], keys[inputs.layer.mlp]])
+            chosen = jax.lax.top_k(order, round(HEAVY_SHARE * tokens.size))[1]
+            return out, carry, jnp.concatenate([marks.sum(0)[None], marks[chosen].sum(axis=1)])
+
+    counted = Counted(net.moe, "block")
+    return net.layers(tokens, positions, active, attend, counted)[2]
 
 
 def _row(text: str, phase: str, series: str, r: float) -> str:

@@ -7,8 +7,8 @@
 DIR holds eval/wikitext2.{test,valid}.raw.xz, and valid/ and train/{books,textbooks,code,math,
 chinese}.jsonl.xz; what is scored is of eval's test and of valid, profiles and warm-ups are of the
 rest. Sections: `dynaexq` (Figure 4), `shift` (prose, then code, then maths), `dymoe` (Table 2,
-Figures 3, 5 and 11), `buddymoe` (Tables 2 to 4), `domains` (lists of one domain, used on another),
-`decide` (the methods of `scripts.studies.speed.decide`).
+Figures 3, 5 and 11), `heavy` (Figure 4), `buddymoe` (Tables 2 to 4), `fidelity` and `layers` (some
+of their cases beside the exact model), `decide` (the methods of `scripts.studies.speed.decide`).
 
 Runs are teacher-forced, through the engine's steps, with tables in place of slots (`bench.py`); low
 precisions are HQQ in groups of 64. Cases that the output has are passed over, so the same command
@@ -28,7 +28,7 @@ from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
 from scripts.studies.measuring import MORE, Report
-from scripts.studies.quality import buddymoe, cases, decide, dymoe, dynaexq
+from scripts.studies.quality import buddymoe, cases, decide, dymoe, dynaexq, exact
 from scripts.studies.quality.bench import DOMAINS, Model, Texts
 from scripts.studies.quality.cases import Case, Claim
 from scripts.studies.quality.subject import Subject
@@ -37,8 +37,10 @@ SECTIONS: dict[str, Callable[[Subject], Iterator[Case]]] = {
     "dynaexq": dynaexq.cases,
     "shift": dynaexq.shift,
     "dymoe": dymoe.cases,
+    "heavy": dymoe.heavy,
     "buddymoe": buddymoe.cases,
-    "domains": buddymoe.domains,
+    "fidelity": exact.fidelity,
+    "layers": exact.layers,
     "decide": decide.cases,
 }
 
@@ -57,13 +59,12 @@ _PLATFORM = flags.DEFINE_string("platform", "auto", "auto, cpu, gpu")
 _CACHE = flags.DEFINE_string("cache", "", "compilation cache")
 
 WINDOW = 512  # tokens of a window
-CALIBRATION = 10  # windows of the text that ships
 METHOD = "hqq"  # quantizer
 
 
 def claims(num_layers: int) -> tuple[Claim, ...]:
     """Bars of all sections, for a model of so many sparse layers."""
-    return (*dynaexq.CLAIMS, *dymoe.claims(num_layers), *buddymoe.CLAIMS)
+    return (*dynaexq.CLAIMS, *dymoe.claims(num_layers), *buddymoe.CLAIMS, *exact.CLAIMS)
 
 
 def main(argv: list[str]) -> None:
@@ -79,6 +80,7 @@ def main(argv: list[str]) -> None:
     bars = claims(subject.model.num_layers)
     for bar in bars:
         print(f"bar: {bar.paper}, {bar.said} ({bar.where}): {bar.bar}")
+    print(f"bar: {dymoe.HEAVY_BAR}", f"bar: {exact.LAYERS_BAR}", sep="\n")
     if not _JUDGE.value:
         is_done = _measure(subject, device, clock)
     for line in cases.describe(bars, cases.nats_of(cases.rows_of(written), _LABEL.value)):
@@ -96,7 +98,6 @@ def _subject(device: jax.Device) -> Subject:
         texts,
         texts.wikitext(_WIKI.value),
         texts.mixed(_EACH.value),
-        texts.calibration(CALIBRATION),
         {
             "wikitext-2": texts.wikitext(_WIKI.value, scored=False),
             "mixed": texts.mixed(_EACH.value, scored=False),
@@ -115,7 +116,6 @@ def _measure(subject: Subject, device: jax.Device, clock: float) -> bool:
         "windows of wikitext-2": _WIKI.value,
         "windows of each domain": _EACH.value,
         "domains": list(DOMAINS),
-        "windows of calibration": CALIBRATION,
         "quantizer": f"{METHOD}, groups of 64",
         "profiles": "wikitext-2's validation text, the domains' training text",
     }

@@ -24,7 +24,6 @@ class Subject:
     texts: Texts
     wiki: Windows
     mixed: Windows
-    calibration: Windows
     others: dict[str, Windows]
     origins: int = 0
     _uniform: dict[str, Served] = dataclasses.field(default_factory=dict)
@@ -65,4 +64,7 @@ def point(text: Windows, series: str, x: float, found: Measured, **more: Any) ->
     """The row of a run, with its shares of the gate mass."""
     shares = {f"gate {name}": share for name, share in found.shares.items()}
     moved = {"promoted": found.promoted} if found.shares else {}
-    return Point(text.name, series, x, found.perplexity, found.by_window, shares | moved | more)
+    return Point(
+        text.name, series, x, found.perplexity, found.by_window, shares | moved | more,
+        found=found.more,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.studies.quality import buddymoe, dymoe, dynaexq, task_cases
+from scripts.studies.quality import buddymoe, dymoe, dynaexq, exact, task_cases
 from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_MET, Claim
 from scripts.studies.quantizers import recipes
 from scripts.studies.tables import subjects
@@ -24,7 +24,7 @@ _CLAIMS: Mapping[str, Sequence[Claim]] = {
     "dynaexq": dynaexq.CLAIMS, "dymoe": dymoe.claims(STUDY_LAYERS), "buddymoe": buddymoe.CLAIMS,
 }  # fmt: skip
 _SECTIONS = {"dynaexq": ("dynaexq", "shift"), "dymoe": ("dymoe",),
-             "buddymoe": ("buddymoe", "domains"),
+             "buddymoe": ("buddymoe",), "exact": ("fidelity", "layers", "heavy"),
              "milo": ("table", "ranks", "policies")}  # fmt: skip
 _DOUBTS = {
     "choosing experts by use is better than at random, int4/int2": (
@@ -64,9 +64,10 @@ def regions(results: Results, page: str) -> dict[str, str]:
         runs = Runs()
         claims: list[list[str]] = []
         missing: list[str] = []
+        distances = [bar for bar in exact.CLAIMS if bar.paper == name]
         of_tasks = [bar for bar in task_cases.CLAIMS if bar.paper == title]
         for found, bars, unit in (
-            (windows, _CLAIMS.get(name, ()), "Nats a token"),
+            (windows, [*_CLAIMS.get(name, ()), *distances], "Nats a token"),
             (documents, of_tasks, "Share of wrong answers"),
             (quantized, milo if name == "milo" else (), "Nats a token"),
         ):
@@ -82,6 +83,9 @@ def regions(results: Results, page: str) -> dict[str, str]:
     runs = Runs()
     made["tasks"] = subjects.tasks(results, runs)
     made["tasks runs"] = runs.table()
+    runs = Runs()
+    made["exact"] = subjects.tables(results, runs, _SECTIONS["exact"])
+    made["exact runs"] = runs.table()
     rows = [
         [TITLES[name], *(str(of[verdict]) for verdict in VERDICTS)] for name, of in counts.items()
     ]
