@@ -120,7 +120,7 @@ def _loads(model: Model, weights: Any, tokens: jax.Array, keys: jax.Array) -> ja
     net = merge_weights(model_definition(config), weights)
     positions, active = jnp.arange(tokens.size)[None], jnp.ones(tokens.shape, bool)
 
-    def attend(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(index: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         received.append(attention_received(q, k, positions, active, scale=config.score_scale))
         return causal_attention(q, k, v, config.sliding_window, "xla")
 
@@ -132,8 +132,7 @@ def _loads(model: Model, weights: Any, tokens: jax.Array, keys: jax.Array) -> ja
             chosen = jax.lax.top_k(order, round(HEAVY_SHARE * tokens.size))[1]
             return out, carry, jnp.concatenate([marks.sum(0)[None], marks[chosen].sum(axis=1)])
 
-    counted = Counted(net.moe, "block")
-    return net.layers(tokens, positions, active, attend, counted)[2]
+    return net.layers(tokens, positions, active, attend, Counted(net.moe, "block"))[2]
 
 
 def _row(text: str, phase: str, series: str, r: float) -> str:
