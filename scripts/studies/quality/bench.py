@@ -48,7 +48,7 @@ TRAIN_CHARACTERS = 2_000_000  # of a training text, which is not scored
 
 
 class Beside(Protocol):
-    """What a run of some windows measures beside the exact model; `exact.py` has them."""
+    """Measures a run of some windows beside the exact model; `exact.py` has two."""
 
     def of_served(self, served: "Served", batch: int) -> tuple[np.ndarray, dict[str, Any]]:
         """Runs the windows: nats float64[n], and what else was found."""
