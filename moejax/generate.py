@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes
     from moejax.engine import Engine
     from moejax.inference.generation import Chunk, Timing
 
-MOST_ECHOED = 1000  # characters of a prompt
+_MOST_ECHOED = 1000  # characters of a prompt
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -141,7 +141,7 @@ def _echoed(prompt: str, *, ends_line: bool) -> str:
     """Returns the end of a prompt, faint, if stdout is a terminal; else nothing."""
     if not sys.stdout.isatty():
         return ""
-    shown = prompt if len(prompt) <= MOST_ECHOED else f"...{prompt[-MOST_ECHOED:]}"
+    shown = prompt if len(prompt) <= _MOST_ECHOED else f"...{prompt[-_MOST_ECHOED:]}"
     if os.environ.get("TERM") != "dumb":
         shown = f"\x1b[2m{shown}\x1b[0m"
     return f"{shown}\n" if ends_line else shown

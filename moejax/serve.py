@@ -19,13 +19,13 @@ from moejax import cli
 from moejax.config.serve import ServeConfig, check_key
 from moejax.errors import MoejaxError
 
-NEEDED = ("starlette", "uvicorn", "prometheus_client")
+_NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 def _serve(config: ServeConfig, values: flags.FlagValues) -> None:
     """Loads the model and serves until a signal."""
     del values
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise MoejaxError(
             f"{', '.join(missing)} not installed: pip install '.[serve]' in a clone of this "

@@ -2,7 +2,7 @@
 
 Of a shape, rows of the host are made once for each precision. A tier that holds every expert on the
 device never fetches one, and what a bulk transfer reads no step waits for: where a plan says so,
-experts share rows of `FEW_GIB`, which is more than a processor's cache holds.
+experts share rows of `_FEW_GIB`, which is more than a processor's cache holds.
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ from moejax.weights.shares import shares_of
 from pallas_kernels import mxfp4
 from pallas_kernels.target import target_of
 
-FEW_GIB = 4.0
-NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own
+_FEW_GIB = 4.0
+_NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own
 
 
 class _SyntheticRows:
@@ -84,7 +84,7 @@ class _SyntheticRows:
         """Draws a few experts, all rows of `packing`, or planes of as many bits."""
         self.num_layers = len(config.moe_layers)
         self.num_experts = (mesh.num_handed_out if mesh else 0) or config.num_experts
-        small = dataclasses.replace(_one_layer_of(config, NUM_DRAWN), vocab_size=64)
+        small = dataclasses.replace(_one_layer_of(config, _NUM_DRAWN), vocab_size=64)
         drawn = random_weights(small, packing, device)
         stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
         if is_plane:
@@ -108,7 +108,7 @@ class _SyntheticRows:
         """One of the drawn experts."""
         del check
         for part, drawn in zip(into, self._drawn, strict=True):
-            np.copyto(part, drawn[(layer * self.num_experts + expert) % NUM_DRAWN])
+            np.copyto(part, drawn[(layer * self.num_experts + expert) % _NUM_DRAWN])
 
 
 def on_mesh(
@@ -418,7 +418,7 @@ class _ShapeModels:
         """Rows of a precision, or of its last plane; made once."""
         nbytes, total = part.tier.expert_nbytes, part.num_layers * part.num_experts
         limit = self._asked.memory.host_gib / (self._mesh.size if self._mesh else 1)
-        few = FEW_GIB if part.has_all_slots else 0
+        few = _FEW_GIB if part.has_all_slots else 0
         gib = min(filter(None, (limit, few)), default=0)
         num_rows = min(total, max(1, int(gib * 2**30) // nbytes)) if gib else total
         form = bits, refines

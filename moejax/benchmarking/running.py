@@ -30,7 +30,7 @@ from moejax.inference.runner import Runner
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.quantization.pipeline.calibration import shipped_text
 
-NO_MEMORY = "is out of memory"  # of `devices.plain_memory_errors`
+_NO_MEMORY = "is out of memory"  # of `devices.plain_memory_errors`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def run(
         try:
             points.append(_measured(config, models, asked[batch], batch, gib, bandwidth, per_call))
         except MoejaxError as error:
-            if not isinstance(error, BudgetError) and NO_MEMORY not in str(error):
+            if not isinstance(error, BudgetError) and _NO_MEMORY not in str(error):
                 raise
             points.append(Point(batch, gib, refusal=str(error)))
         gc.collect()  # engines hold themselves: what they had on the device goes now

@@ -33,7 +33,7 @@ from moejax.weights.qtensor import Weight, dense
 if TYPE_CHECKING:
     from moejax.engine import Engine
 
-PIECE = 512  # tokens at a time: bounds the memory of their outputs in all forms
+_PIECE = 512  # tokens at a time: bounds the memory of their outputs in all forms
 GATHERED_BYTES = 2**26  # of weights at a time
 
 Experts = tuple[Weight, Weight]  # gate and up, down, of all layers
@@ -209,7 +209,7 @@ def _of_layer(
     mask: jax.Array,
 ) -> _Sums:
     """Sums of one layer, some tokens at a time."""
-    size = math.gcd(len(x), PIECE)
+    size = math.gcd(len(x), _PIECE)
     product = functools.partial(_outputs, moe, layer)
     exact = moe.gate_up[...], moe.down[...]
     num_experts = moe.config.num_experts

@@ -14,8 +14,8 @@ from moejax.text.windows import Windowing
 if TYPE_CHECKING:
     from moejax.engine import Engine
 
-POSITIONS = 64  # of a window, at most
-MAX_PROMPTS = 4  # whose predictions are kept: a float32 a token and word of the vocabulary
+_POSITIONS = 64  # of a window, at most
+_MAX_PROMPTS = 4  # whose predictions are kept: a float32 a token and word of the vocabulary
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int32[1, T] to float32[1, T, V]
 
@@ -59,7 +59,9 @@ def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0
     count = max(1, math.ceil(share * num_windows))
     starts = np.linspace(0, len(stream) - length, count).astype(int)
     rng = np.random.default_rng(seed)
-    positions = [np.sort(rng.choice(length, min(POSITIONS, length), replace=False)) for _ in starts]
+    positions = [
+        np.sort(rng.choice(length, min(_POSITIONS, length), replace=False)) for _ in starts
+    ]
     tokens = np.stack([stream[start : start + length] for start in starts])
     return Sample(tokens, np.stack(positions).astype(np.int32))
 
@@ -77,15 +79,15 @@ def sample_prompts(prompts: Sequence[list[int]], share: float) -> list[Sample]:
     """Some prompts, spread over all of them, and random tokens of each.
 
     Args:
-      share: of a prompt's tokens, above 0; at most `POSITIONS`, at least one.
+      share: of a prompt's tokens, above 0; at most `_POSITIONS`, at least one.
     """
     long = [prompt for prompt in prompts if len(prompt) > 1]
     if not long:
         raise MoejaxError("fidelity_share needs a prompt of two tokens or more")
-    places = np.linspace(0, len(long) - 1, min(MAX_PROMPTS, len(long))).astype(int)
+    places = np.linspace(0, len(long) - 1, min(_MAX_PROMPTS, len(long))).astype(int)
     found = []
     for seed, prompt in enumerate(long[place] for place in dict.fromkeys(places.tolist())):
-        at_most = min(share, POSITIONS / (len(prompt) - 1))
+        at_most = min(share, _POSITIONS / (len(prompt) - 1))
         found.append(_sample_answer(prompt, 1, at_most, seed))
     return found
 

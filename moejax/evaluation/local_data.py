@@ -20,7 +20,7 @@ from moejax.errors import MoejaxError
 from moejax.text.corpus import decoded, json_lines, unpacked
 
 Row = dict[str, Any]
-PART = "subject"  # names the part in a file of several
+_PART = "subject"  # names the part in a file of several
 _FILE = re.compile(r"(?P<name>.+)\.(?P<split>\w+)\.jsonl(\.xz|\.gz)?")
 
 
@@ -80,10 +80,10 @@ def _rows_of(path: Path, part: str | None, dataset: str) -> list[Row]:
     rows = [row for _, row in json_lines(path, decoded(path, unpacked(path)))]
     if not rows:
         raise MoejaxError(f"{path} holds no rows")
-    if part and any(PART in row for row in rows):
-        rows = [row for row in rows if _plain(str(row.get(PART))) == _plain(part)]
+    if part and any(_PART in row for row in rows):
+        rows = [row for row in rows if _plain(str(row.get(_PART))) == _plain(part)]
         if not rows:
-            raise MoejaxError(f"{path} has no rows whose {PART} is {part!r}")
+            raise MoejaxError(f"{path} has no rows whose {_PART} is {part!r}")
     return [_as_ai2(row) for row in rows] if dataset.endswith("ai2_arc") else rows
 
 

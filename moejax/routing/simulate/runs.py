@@ -34,7 +34,7 @@ from moejax.routing.simulate.replay import (
 from moejax.routing.trace import PREFILL, Trace
 
 BLOCK_BYTES = 4 * 2**30  # of settings that run side by side, on a CPU
-BLOCK_SHARE = 1 / 8  # of the memory that JAX may take of an accelerator: the same
+_BLOCK_SHARE = 1 / 8  # of the memory that JAX may take of an accelerator: the same
 _TEMPORARIES = 16  # arrays int32[M, T, E] of a setting that a step may hold at once
 
 
@@ -169,7 +169,7 @@ def _block_bytes() -> int:
     """Bytes of JAX's default device for settings that run side by side."""
     (device,) = jnp.zeros(()).devices()
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return int(limit * BLOCK_SHARE) if limit else BLOCK_BYTES
+    return int(limit * _BLOCK_SHARE) if limit else BLOCK_BYTES
 
 
 def _block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
