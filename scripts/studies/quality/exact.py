@@ -32,7 +32,7 @@ from scripts.studies.quality.subject import BATCH, Subject
 
 # Cases of the papers' sections that are run again.
 CASES = re.compile(r"uniform int[432]|int4/int2 hot|4/[20] critical 0\.(75|9)|0\.75 rho 3")
-LAYERS_BAR = "errors of layers: each below its bound, over all within 1.25 times the estimate"
+LAYERS_BAR = "layer errors: each below its bound, over all within a factor of 1.25 of the estimate"
 Found = tuple[np.ndarray, dict[str, Any]]
 
 
