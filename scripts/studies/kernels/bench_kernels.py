@@ -5,6 +5,7 @@
     python -m scripts.studies.kernels.bench_kernels --only=grouped --shapes=qwen3-30b --m=1,16,64
     python -m scripts.studies.kernels.bench_kernels --only=grouped --m=1,4,16 \
         --shapes=gpt-oss-120b,gpt-oss-120b-mxfp4 --implementations=mosaic,triton
+    python -m scripts.studies.kernels.bench_kernels --only=planes --implementations=mosaic
     python -m scripts.studies.kernels.bench_kernels --only=attention --m=1,16,32
     python -m scripts.studies.kernels.bench_kernels --only=compensator \
         --shapes=4096x4096,4096x14336 --m=1,16,64 --ranks=64,512,1024
@@ -41,11 +42,12 @@ from scripts.studies.kernels.data import (
 )
 from scripts.studies.kernels.dense import bench_compensator, bench_dense
 from scripts.studies.kernels.grouped import bench_grouped
+from scripts.studies.kernels.planes import bench_planes
 from scripts.studies.kernels.running import IMPLEMENTATIONS, Bench, OutOfTime
 from scripts.studies.kernels.timing import compute_rate, empty_call, read_bandwidth
 from scripts.studies.measuring import Report
 
-SECTIONS = ("dense", "grouped", "compensator", "attention")
+SECTIONS = ("dense", "grouped", "compensator", "planes", "attention")
 _SHAPE_NAMES = [shape.name for shape in (*DENSE, *ASKED_DENSE)]
 _SHAPE_NAMES += [model.name for model in (*MOE, *ASKED_MOE)]
 
@@ -71,6 +73,7 @@ _SMOKE = flags.DEFINE_bool("smoke", False, "tiny shapes and the reference, on a 
 
 DENSE_ROWS = (1, 4, 16, 64, 1024, 4096, 32, 256)  # those with a bar first
 COMPENSATOR_ROWS = (1, 16)
+PLANES_ROWS = (1, 4, 16, 64, 1024)
 ATTENTION_BATCHES = (1, 16, 32)
 SMOKE_IMPLEMENTATIONS = ("reference", "cublas", "unpack")
 
@@ -128,6 +131,9 @@ def run_sections(bench: Bench) -> None:
         ranks = [int(rank) for rank in _RANKS.value]
         for shape in products if asked else dense[:1]:
             bench_compensator(bench, shape, rows or COMPENSATOR_ROWS, ranks)
+    if "planes" in _ONLY.value:
+        layers = [moe for moe in models if not asked or moe.name in asked]
+        bench_planes(bench, products, layers, rows or (dense_rows if bench.smoke else PLANES_ROWS))
     if "attention" in _ONLY.value:
         bench_attention(bench, rows or ATTENTION_BATCHES, _TILES.value)
 

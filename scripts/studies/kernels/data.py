@@ -19,6 +19,7 @@ from pallas_kernels.packed import (
     PLAIN_BITS,
     LowRank,
     PackedMatrices,
+    Refinement,
     dequantize,
     low_rank_factors,
     plain,
@@ -131,6 +132,20 @@ def random_mxfp4(
     )
 
 
+def random_planes(
+    seed: jax.Array, *, slots: int, rows: int, inputs: int, bits: int
+) -> PackedMatrices:
+    """Matrices like `random_stack`'s in two planes, each in its own array, in different orders."""
+    first, width = layout.PREFIX_PLANES[bits]
+    base = random_stack(seed, slots=slots, rows=rows, inputs=inputs, bits=first)
+    shape = (slots + 1, rows, layout.num_plane_words(inputs, width))
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"))
+    words = jax.jit(functools.partial(jax.random.bits, shape=shape, dtype=jnp.uint32))(keys[0])
+    places = jax.random.permutation(keys[1], slots + 1)[:slots].astype(jnp.int32)
+    refinement = Refinement(words=words, slots=places)
+    return dataclasses.replace(base, bits=bits, refinements=(refinement,))
+
+
 def random_terms(weights: PackedMatrices, rank: int, bits: int = 3) -> LowRank:
     """Compensators of a rank for every slot, a tenth of the weights' size."""
     slots = weights.num_slots
@@ -164,7 +179,7 @@ def as_bf16(weights: PackedMatrices) -> tuple[jax.Array, ...]:
 class HostMatrix(NamedTuple):
     """One slot, in numpy."""
 
-    words: np.ndarray
+    words: tuple[np.ndarray, ...]  # of planes that lie apart; else one array
     scales: np.ndarray | None
     zeros: np.ndarray | None
     num_inputs: int
@@ -172,19 +187,24 @@ class HostMatrix(NamedTuple):
     group_size: int
 
     def rows(self, rows: np.ndarray | slice) -> np.ndarray:
-        """float32[n, K]: rows of the matrix, exact."""
-        words = self.words[rows]
+        """float32[n, K]: rows of the matrix; exact but of planes that lie apart."""
+        words = [plane[rows] for plane in self.words]
         if self.scales is None:
-            return words.astype(np.float32)
+            return words[0].astype(np.float32)
         group = np.arange(self.num_inputs) // self.group_size
         scales = self.scales[rows].astype(np.float32)
         if self.scales.dtype == np.uint8:
-            codes = layout.unpack(mxfp4.packed(words), self.bits, self.num_inputs)
+            codes = layout.unpack(mxfp4.packed(words[0]), self.bits, self.num_inputs)
             return mxfp4.VALUES[codes] * np.exp2(scales - np.float32(127))[:, group]
         zeros = np.full((), 2 ** (self.bits - 1), np.float32)
         if self.zeros is not None:
             zeros = self.zeros[rows].astype(np.float32)
-        codes = layout.unpack(words, self.bits, self.num_inputs)
+        if len(words) == 1:
+            codes = layout.unpack(words[0], self.bits, self.num_inputs)
+        else:
+            codes = layout.unpack_planes(words, self.bits, self.num_inputs)
+            factor, offset, slope = map(np.float32, layout.prefix_constants(self.bits))
+            scales, zeros = factor * scales, offset + slope * zeros
         zeros = zeros[:, group] if zeros.ndim else zeros
         return (codes.astype(np.float32) - zeros) * scales[:, group]
 
@@ -193,7 +213,8 @@ def host_matrix(weights: PackedMatrices, slot: int) -> HostMatrix:
     """Fetches one slot."""
     leaves = (weights.scales, weights.zeros)
     scales, zeros = (None if x is None else np.asarray(x[slot]) for x in leaves)
-    words = np.asarray(weights.words[slot])
+    places = [(weights.words, slot), *((r.words, r.slots[slot]) for r in weights.refinements)]
+    words = tuple(np.asarray(stored[place]) for stored, place in places)
     return HostMatrix(words, scales, zeros, weights.num_inputs, weights.bits, weights.group_size)
 
 

@@ -34,11 +34,11 @@ INT8_ROWS = (1, 16)
 class Product:
     """One shape and one form of weights, with what the calls take."""
 
-    def __init__(self, bench: Bench, shape: Dense, bits: int) -> None:
+    def __init__(self, bench: Bench, shape: Dense, bits: int, make: Any = random_stack) -> None:
         self.bench, self.shape, self.bits = bench, shape, bits
         elements = shape.num_inputs * shape.num_outputs
         slots = bench.chain(elements * bits // 8, elements * bits / 8, 0).num_slots
-        self.weights = random_stack(
+        self.weights = make(
             jnp.uint32(bits), slots=slots, rows=shape.num_outputs, inputs=shape.num_inputs,
             bits=bits,
         )  # fmt: skip

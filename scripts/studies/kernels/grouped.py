@@ -31,9 +31,9 @@ CALLS = 8  # of a chain with more than one token: each reads most of a layer
 class Layer:
     """One model's layers, packed."""
 
-    def __init__(self, bench: Bench, moe: Moe) -> None:
+    def __init__(self, bench: Bench, moe: Moe, make: Any = None) -> None:
         self.bench, self.moe = bench, moe
-        make = random_mxfp4 if moe.is_mxfp4 else random_stack
+        make = make or (random_mxfp4 if moe.is_mxfp4 else random_stack)
         stack = functools.partial(make, slots=moe.num_layers * moe.num_experts, bits=moe.bits)
         self.gate_up = stack(jnp.uint32(1), rows=2 * moe.expert_dim, inputs=moe.model_dim)
         self.down = stack(jnp.uint32(2), rows=moe.model_dim, inputs=moe.expert_dim)
@@ -97,8 +97,8 @@ def make_assignments(
     return as_assignments(slots, weights), _distinct(slots)
 
 
-def make_case(layer: Layer, num_tokens: int) -> Case:
-    """Routing, inputs, and float64 values of some tokens of the first and the last call."""
+def make_case(layer: Layer, num_tokens: int, checked: int = CHECKED_TOKENS) -> Case:
+    """Routing, inputs, and float64 values of `checked` tokens of the first and the last call."""
     bench, moe = layer.bench, layer.moe
     slots, weights = deal(bench, moe, num_tokens)
     num_calls = len(slots)
@@ -111,8 +111,8 @@ def make_case(layer: Layer, num_tokens: int) -> Case:
         assignments=as_assignments(slots, weights),
         chain=Chain(num_calls, num_calls, 2),
         samples=(
-            moe_sample(x, slots[0], weights[0], layer.gate_up, layer.down, CHECKED_TOKENS),
-            moe_sample(x, slots[-1], weights[-1], layer.gate_up, layer.down, CHECKED_TOKENS),
+            moe_sample(x, slots[0], weights[0], layer.gate_up, layer.down, checked),
+            moe_sample(x, slots[-1], weights[-1], layer.gate_up, layer.down, checked),
         ),
         num_pairs=num_tokens * moe.width,
         distinct=_distinct(slots),

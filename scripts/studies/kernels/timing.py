@@ -124,6 +124,30 @@ def time_jax(
     options: Options | None = None,
 ) -> Timing:
     """Times a call inside one compiled program."""
+    return time_together([(call, x, operands, chain)], repetitions, options)[0]
+
+
+def time_together(
+    cases: Sequence[tuple[Call, jax.Array, Any, Chain]],
+    repetitions: int,
+    options: Options | None = None,
+) -> list[Timing]:
+    """Times calls, each inside its compiled program, a repetition of each in turn."""
+    parts = [_compiled(*case, options) for case in cases]
+    found = []
+    for case, (_, outputs), (took, spread) in zip(
+        cases, parts, differences([run for run, _ in parts], repetitions), strict=True
+    ):
+        chain = case[-1]
+        scale = 1e6 / (chain.num_calls * chain.num_rounds)
+        found.append(Timing(took * scale, spread * scale, outputs[0], outputs[-1]))
+    return found
+
+
+def _compiled(
+    call: Call, x: jax.Array, operands: Any, chain: Chain, options: Options | None
+) -> tuple[Callable[[int], None], tuple[jax.Array, ...]]:
+    """Compiles a chain: a function that runs so many of it, and the outputs of one."""
     program = jax.jit(chained(call, chain)).lower(x, operands)
     compiled = program.compile(compiler_options=SERIAL if options is None else options)
     outputs = jax.block_until_ready(compiled(x, operands))
@@ -131,9 +155,7 @@ def time_jax(
     def run(count: int) -> None:
         jax.block_until_ready([compiled(x, operands) for _ in range(count)])
 
-    ((took, spread),) = differences([run], repetitions)
-    scale = 1e6 / (chain.num_calls * chain.num_rounds)
-    return Timing(took * scale, spread * scale, outputs[0], outputs[-1])
+    return run, outputs
 
 
 def empty_call(repetitions: int) -> float:
