@@ -450,7 +450,7 @@ def first_token(
     return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
 
 
-class PromptChunk(NamedTuple):
+class _PromptChunk(NamedTuple):
     """A chunk of the prompt of one row, in its lane of a running batch."""
 
     chunk: TokenChunk  # of one text
@@ -462,7 +462,7 @@ class PromptChunk(NamedTuple):
     limit: jax.Array  # int32[], of `DecodeState.limits`
 
     @classmethod
-    def of(cls, packed: jax.Array, cache: KVCache) -> "PromptChunk":
+    def of(cls, packed: jax.Array, cache: KVCache) -> "_PromptChunk":
         """Takes apart int32[5 + 2 n + S + T]: the host sends one array sooner than nine.
 
         Start, length, lane, limit and seed, then source, pages, prompt and the chunk's tokens.
@@ -502,7 +502,7 @@ def prompt_chunk(
     state: DecodeState,
     experts: ExpertCache | None,
     inputs: StepInputs,
-    packed: jax.Array,  # see `PromptChunk.of`
+    packed: jax.Array,  # see `_PromptChunk.of`
     sampling: Sampling,
     eos_ids: jax.Array,
 ) -> StepResult[DecodeState]:
@@ -514,7 +514,7 @@ def prompt_chunk(
     Returns:
       The output is a `StepOutput` of the row's first token, int32[1, 1], or of `NO_TOKEN`.
     """
-    row = PromptChunk.of(packed, state.cache)
+    row = _PromptChunk.of(packed, state.cache)
     chunk, lane = row.chunk, row.lane
     length, size = chunk.lengths[0], chunk.tokens.shape[1]
     num_read = -(-spec.kv_length // state.cache.keys.shape[3])
