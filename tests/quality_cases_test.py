@@ -74,7 +74,7 @@ class BesideTest(parameterized.TestCase):
         tokens = np.random.default_rng(0).integers(3, 4000, (2, 33), np.int32)
         texts = [Windows(name, tokens, ("x", "x")) for name in ("wikitext-2", "mixed")]
         others = {text.name: text for text in texts}
-        subject = Subject(model, None, *texts, others)
+        subject = Subject(model, None, *texts, texts[0], others)
         points = {}
         for section in (exact.fidelity, exact.layers):
             for case in section(subject):

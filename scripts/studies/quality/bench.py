@@ -31,6 +31,7 @@ from moejax.models.expert_products import ExpertPairs, ExpertStacks, combine, pr
 from moejax.models.moe import Experts, MoeInputs, Routing
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
+from moejax.quantization.pipeline.calibration import shipped_text
 from moejax.quantization.pipeline.quantizers import Program, quantize_stack
 from moejax.quantization.pipeline.recipe import Scheme
 from moejax.text.corpus import joined_rows
@@ -111,6 +112,10 @@ class Texts:
         parts = [self.domain(name, each, scored=scored) for name in DOMAINS]
         tokens = np.stack([part.tokens for part in parts], axis=1)
         return Windows("mixed", tokens.reshape(-1, tokens.shape[-1]), DOMAINS * each)
+
+    def calibration(self, count: int) -> Windows:
+        """Windows of the text that ships, which is none of the others."""
+        return self._cut("calibration", shipped_text(), count, "calibration")
 
     def _cut(self, name: str, content: str, count: int, domain: str) -> Windows:
         ids = np.asarray(self._tokenizer.encode(content), np.int32)

@@ -1,10 +1,11 @@
 """DyMoE's Tables 1 and 2 and Figures 3, 5 and 11.
 
 Prompts go by heavy hitters, tokens one by one by the gate. "load" is a fair null of heavy hitters:
-the experts of most tokens are critical. `heavy` is Figure 4 beside its null, as many tokens of the
-same window chosen at random. Rows of Figure 5 are of commit e209aff4, which measured layers alone.
+the experts of most tokens are critical. Sensitivity is measured on the calibration text. `heavy` is
+Figure 4 beside its null, as many tokens of the same window chosen at random.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -17,17 +18,18 @@ import numpy as np
 from moejax.models.attention import causal_attention
 from moejax.models.moe import MoeInputs, ResidentExperts
 from moejax.models.transformer import merge_weights, model_definition
+from moejax.policies.baselines import Resident
 from moejax.policies.dymoe import attention_received
 from scripts.studies.dymoe.controls import AsAsked
-from scripts.studies.quality.bench import EachToken, Model, Served
+from scripts.studies.quality.bench import EachToken, Measured, Model, Served
 from scripts.studies.quality.cases import Case, Claim, Comparison, Point, standard_error
-from scripts.studies.quality.subject import Subject, point
+from scripts.studies.quality.subject import BATCH, Subject, point
 
 HIGH, LOW = "int4", "int2"
 RETENTIONS = (0.5, 0.625, 0.75, 0.875, 0.9, 1.0)
 KINDS = {"4/2": "", "4/0": "skip"}
 SELECTIONS = ("critical", "load", "random")
-SCHEDULES = ("cosine", "linear", "equal")
+SCHEDULES = ("cosine", "linear", "equal", "sensitivity")
 AT = 0.75  # where schedules are compared
 NEAR = 0.01  # nats: our reading of "nearly as good"
 TEXTS = ("wikitext-2", "mixed")
@@ -39,7 +41,10 @@ HEAVY_BAR = (
 
 
 def cases(subject: Subject) -> Iterator[Case]:
-    """Selections at every retention, then schedules."""
+    """Layers alone in INT2, then selections at every retention, then schedules."""
+    for layer in (None, *range(subject.model.num_layers)):
+        name = "layer none" if layer is None else f"layer {layer}"
+        yield Case(name, functools.partial(_one_layer, subject, layer))
     runs = _Runs(subject)
     for kind, selection, r in itertools.product(KINDS, SELECTIONS, RETENTIONS):
         yield Case(
@@ -51,6 +56,30 @@ def cases(subject: Subject) -> Iterator[Case]:
             f"{kind} {schedule}",
             functools.partial(runs.points, f"{kind} {schedule}", AT, kind, "critical", schedule),
         )
+
+
+def _one_layer(subject: Subject, layer: int | None) -> Iterator[Point]:
+    """Figure 5: one layer's experts in INT2, the others in INT4."""
+    run = _with_layer(subject, layer)
+    yield point(subject.calibration, "one layer in int2", -1 if layer is None else layer, run)
+
+
+def _with_layer(subject: Subject, layer: int | None) -> Measured:
+    model, experts = subject.model, subject.num_experts
+    served = subject.served_uniform(HIGH)
+    memory = served.memory.tiers[0]
+    plain = memory.store
+    rows = slice(0, 0) if layer is None else slice(layer * experts, (layer + 1) * experts)
+    gate_up, down = (
+        full.at[rows].set(coarse[rows])
+        for full, coarse in zip(model.experts(HIGH), model.experts(LOW), strict=True)
+    )
+    memory.store = dataclasses.replace(plain, gate_up=gate_up, down=down)
+    try:
+        served.begin(Resident())
+        return served.run(subject.calibration, BATCH)
+    finally:
+        memory.store = plain
 
 
 class _Runs:
@@ -65,8 +94,9 @@ class _Runs:
     ) -> Iterator[Point]:
         """Prompts, then token by token, of each text."""
         policy = AsAsked(
-            prefetch=0, selection=selection, retention=r, low=KINDS[kind], schedule=schedule
-        )
+            prefetch=0, selection=selection, retention=r, low=KINDS[kind], schedule=schedule,
+            sensitivity=self._sensitivity if schedule == "sensitivity" else (),
+        )  # fmt: skip
         served, each = self._programs(selection)
         model = self.subject.model
 
@@ -89,6 +119,15 @@ class _Runs:
             served = Served(model, base, tiers, (experts, experts))
             self._made[selection] = served, EachToken(model, base, tiers)
         return self._made[selection]
+
+    @functools.cached_property
+    def _sensitivity(self) -> tuple[float, ...]:
+        """Nats that each layer alone in INT2 adds, above 0."""
+        first, *others = (
+            float(np.mean(_with_layer(self.subject, layer).by_window))
+            for layer in (None, *range(self.subject.model.num_layers))
+        )
+        return tuple(max(nats - first, 1e-6) for nats in others)
 
 
 def heavy(subject: Subject) -> Iterator[Case]:

@@ -59,6 +59,7 @@ _PLATFORM = flags.DEFINE_string("platform", "auto", "auto, cpu, gpu")
 _CACHE = flags.DEFINE_string("cache", "", "compilation cache")
 
 WINDOW = 512  # tokens of a window
+CALIBRATION = 10  # windows of the text that ships
 METHOD = "hqq"  # quantizer
 
 
@@ -98,6 +99,7 @@ def _subject(device: jax.Device) -> Subject:
         texts,
         texts.wikitext(_WIKI.value),
         texts.mixed(_EACH.value),
+        texts.calibration(CALIBRATION),
         {
             "wikitext-2": texts.wikitext(_WIKI.value, scored=False),
             "mixed": texts.mixed(_EACH.value, scored=False),
@@ -116,6 +118,7 @@ def _measure(subject: Subject, device: jax.Device, clock: float) -> bool:
         "windows of wikitext-2": _WIKI.value,
         "windows of each domain": _EACH.value,
         "domains": list(DOMAINS),
+        "windows of calibration": CALIBRATION,
         "quantizer": f"{METHOD}, groups of 64",
         "profiles": "wikitext-2's validation text, the domains' training text",
     }

@@ -24,6 +24,7 @@ class Subject:
     texts: Texts
     wiki: Windows
     mixed: Windows
+    calibration: Windows
     others: dict[str, Windows]
     origins: int = 0
     _uniform: dict[str, Served] = dataclasses.field(default_factory=dict)
