@@ -5,6 +5,7 @@ leaf is allocated there once, and one layer at a time is staged in host memory. 
 host never holds more than the leaves and one matrix with what its conversion takes.
 """
 
+import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -179,7 +180,8 @@ class CheckpointReader:
                 name, plan.dtype.name, plan.mixture,
             )  # fmt: skip
         if mesh is not None and (cut := self._cut_of(plan, mesh)):
-            return _read_shares(plan, cut, mesh, advance)
+            shares = _read_by_layer(plan, cut, mesh.local, advance, dict.fromkeys(mesh.local))
+            return jax.tree.map(lambda *leaves: mesh.join(leaves), *shares)
         is_split = mesh is not None and name in VOCABULARY_LEAVES and plan.splits_by_rows
         if is_split:
             place = jax.local_devices(backend="cpu")[0]
@@ -188,16 +190,21 @@ class CheckpointReader:
             count, own = rows_of(plan.shape[0], mesh.size), mesh.local
             window = Window(rows=((count * min(own), count * (max(own) + 1)),))
         is_stacked = plan.parts[0].index != ()
-        memories = _allocate(plan, place, is_stacked=is_stacked)
-        for layer, parts in _group_by_layer(plan.parts).items():
-            for part in parts:
-                arrays = {array: memory.part(part.index) for array, memory in memories.items()}
+        if is_stacked and not _is_host(place):
+            # Before staging memory: this call lets go of that of the leaf before.
+            zeros = {n: jnp.zeros(a.shape, a.dtype, device=place) for n, a in plan.arrays.items()}
+            stacks = {0: plan.assemble(zeros)}
+            (leaf,) = _read_by_layer(plan, _WHOLE, {0: place}, advance, stacks)
+        else:
+            memory = _allocate(plan)
+            for part in plan.parts:
+                arrays = {name: array[part.index] for name, array in memory.items()}
                 fill_part(plan, part, arrays, _read_checked, window)
                 advance(part.num_bytes)
-            for memory in memories.values():
-                memory.finish_layer(layer)
-        compensators = read_compensators(plan, place)
-        leaf = plan.assemble({n: m.finish() for n, m in memories.items()}, compensators)
+            leaf = plan.assemble(put(memory, place))
+        if compensators := read_compensators(plan, place):
+            leaf = dataclasses.replace(leaf, compensators=compensators)
+            leaf.check()
         if mesh is None or not is_split:
             return leaf
         rows: Weight = mesh.split_rows(leaf)
@@ -240,43 +247,9 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-class _LeafMemory:
-    """An array of a leaf while it is being filled, a layer at a time.
-
-    On the CPU the whole array is host memory, which JAX takes over; on an accelerator it lies
-    there, and one layer of it is staged in host memory.
-    """
-
-    def __init__(self, array: jax.ShapeDtypeStruct, place: Place, *, is_stacked: bool) -> None:
-        self._place = place
-        self._leaf: jax.Array | None = None
-        if is_stacked and not _is_host(place):
-            self._leaf = jnp.zeros(array.shape, array.dtype, device=place)
-            self._memory = np.empty(array.shape[1:], array.dtype)
-        else:
-            self._memory = _aligned_empty(array.shape, array.dtype)
-
-    def part(self, index: tuple[int, ...]) -> np.ndarray:
-        """Returns memory of the matrices at `index`, layer first; () if not stacked."""
-        return self._memory[index if self._leaf is None else index[1:]]
-
-    def finish_layer(self, layer: int) -> None:
-        """Finishes a layer whose parts are written, before another one begins."""
-        if self._leaf is not None:
-            slab = put(self._memory, self._place)
-            self._leaf = _with_layer(self._leaf, slab, layer)
-            self._leaf.block_until_ready()  # the staging memory is about to be written again
-
-    def finish(self) -> jax.Array:
-        """Returns the array on its device; nothing may write to it any more."""
-        if self._leaf is not None:
-            return self._leaf
-        return put(self._memory, self._place)
-
-
-def _allocate(plan: LeafPlan, place: Place, *, is_stacked: bool) -> dict[str, _LeafMemory]:
-    arrays = plan.arrays.items()
-    return {name: _LeafMemory(array, place, is_stacked=is_stacked) for name, array in arrays}
+def _allocate(plan: LeafPlan) -> dict[str, np.ndarray]:
+    """Host memory of a leaf's arrays, which JAX's CPU device takes over without a copy."""
+    return {name: _aligned_empty(of.shape, of.dtype) for name, of in plan.arrays.items()}
 
 
 def _is_host(place: Place) -> bool:
@@ -311,20 +284,26 @@ class _Cut(NamedTuple):
     window: Window = EVERYTHING  # what this process's devices have
 
 
-def _read_shares(plan: LeafPlan, cut: _Cut, mesh: DeviceMesh, advance: Advance) -> Weight:
-    """Loads a leaf of which each device of a mesh gets its share, layer by layer."""
+_WHOLE = _Cut(lambda _, weight, i: weight)
+
+
+def _read_by_layer(
+    plan: LeafPlan, cut: _Cut, places: Mapping[int, Place], advance: Advance, stacks: dict[int, Any]
+) -> list[Any]:
+    """Loads what each place gets of a stacked leaf; one layer at a time is staged on the host.
+
+    `stacks` are filled, where they are None with what the first layer is cut to.
+    """
     memory = {name: np.empty(of.shape[1:], of.dtype) for name, of in plan.arrays.items()}
-    take, window = cut
-    whole = plan.assemble(memory)
-    stacks: dict[int, Any] = dict.fromkeys(mesh.local)
+    staged = plan.assemble(memory)
     for layer, parts in _group_by_layer(plan.parts).items():
         for part in parts:
-            for one in [part] if window == EVERYTHING else split_experts(part):
+            for one in [part] if cut.window == EVERYTHING else split_experts(part):
                 arrays = {name: array[one.index[1:]] for name, array in memory.items()}
-                fill_part(plan, one, arrays, _read_checked, window)
+                fill_part(plan, one, arrays, _read_checked, cut.window)
             advance(part.num_bytes)
-        for i, device in mesh.local.items():
-            slabs = jax.device_put(take(layer, whole, i), device)
+        for i, place in places.items():
+            slabs = put(cut.take(layer, staged, i), place)
             if stacks[i] is None:
                 stacks[i] = jax.tree.map(
                     lambda slab: jnp.zeros(
@@ -334,9 +313,8 @@ def _read_shares(plan: LeafPlan, cut: _Cut, mesh: DeviceMesh, advance: Advance) 
                 )
             with_slab = functools.partial(_with_layer, layer=layer)
             stacks[i] = jax.tree.map(with_slab, stacks[i], slabs)
-        jax.block_until_ready(stacks)
-    found: Weight = jax.tree.map(lambda *leaves: mesh.join(leaves), *stacks.values())
-    return found
+        jax.block_until_ready(stacks)  # the staging memory is about to be written again
+    return list(stacks.values())
 
 
 def fill_part(
@@ -388,7 +366,7 @@ def _read_pool(
     lead = pool.shape[:-2]
     starts, ranks = np.zeros(lead, np.int32), np.zeros(lead, np.int32)
     plans = {name: pool.factor(name) for name in ("u", "v")}
-    memories = {name: _allocate(plan, place, is_stacked=False) for name, plan in plans.items()}
+    memories = {name: _allocate(plan) for name, plan in plans.items()}
     start = 0
     for part, rank in zip(pool.owners, pool.ranks, strict=True):
         assert part.matrix is not None and part.matrix.read_factors is not None
@@ -397,15 +375,12 @@ def _read_pool(
             factor = getattr(compensator, name)
             for array, memory in arrays.items():
                 values = factor if array == "array" else getattr(factor, array)
-                memory.part(())[start : start + rank] = values
+                memory[start : start + rank] = values
         starts[part.index], ranks[part.index] = start, rank
         start += rank
         if advance is not None:
             advance(part)
-    u, v = (
-        plans[name].assemble({array: memory.finish() for array, memory in arrays.items()})
-        for name, arrays in memories.items()
-    )
+    u, v = (plans[name].assemble(put(memories[name], place)) for name in memories)
     assert not isinstance(u, Fp8Tensor) and not isinstance(v, Fp8Tensor)
     return Compensator(
         u=u,
