@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moejax.errors import MoejaxError
 from moejax.weights.qtensor import FACTOR_GROUP_SIZE, CodesKind
 
 DENSE_KINDS = ("attention", "shared_experts", "mlp")
@@ -108,14 +109,12 @@ class _Problem(NamedTuple):
     matrices: Sequence[RankedMatrix]
     costs: np.ndarray  # int64[n], bytes of one rank
     caps: np.ndarray  # int64[n]
-    is_dense: np.ndarray  # bool[n]
-    is_sparse: np.ndarray  # bool[n]
 
 
 def parse_policy(text: str) -> RankPolicy:
     """Reads "Dense-512 + Kurtosis-16", "mixtral-s1" or "Uniform-5% within 200 MB".
 
-    Case and spaces do not matter. Units: B, KB, MB, GB (powers of 1000), KiB, MiB, GiB. ValueError
+    Case and spaces do not matter. Units: B, KB, MB, GB (powers of 1000), KiB, MiB, GiB. MoejaxError
     names a term that is not known, and what is.
     """
     body, within, budget = text.lower().partition(" within ")
@@ -125,7 +124,7 @@ def parse_policy(text: str) -> RankPolicy:
         return RankPolicy(terms)
     match = _BUDGET.fullmatch(budget.strip())
     if match is None:
-        raise ValueError(
+        raise MoejaxError(
             f"rank policy {text!r}: {budget.strip()!r} is no number of bytes such as 200 MB"
         )
     return RankPolicy(terms, int(float(match[1]) * _UNITS[match[2]]))
@@ -135,13 +134,13 @@ def _parse_term(part: str, text: str) -> _RankTerm:
     match = _TERM.fullmatch(part)
     if match is None or match[1] not in _TERMS:
         known = ", ".join(f"{name.capitalize()}-r" for name in _TERMS)
-        raise ValueError(
+        raise MoejaxError(
             f"rank policy {text!r}: term {part!r} is none of {known} (r a rank or, with %, a "
             f"share of the width), and {part!r} is none of the sets {', '.join(NAMED_POLICIES)}"
         )
     term = _RankTerm(match[1], float(match[2]), bool(match[3]))
     if not term.is_percentage and not term.amount.is_integer():
-        raise ValueError(f"rank policy {text!r}: the rank of {part!r} is no integer")
+        raise MoejaxError(f"rank policy {text!r}: the rank of {part!r} is no integer")
     return term
 
 
@@ -172,7 +171,7 @@ def assign_ranks(
       factor_bits: of the factors; a rank costs `rank_bytes`.
 
     Raises:
-      ValueError: a term concerns no matrix, or lacks the kurtosis or frequency of one.
+      MoejaxError: a term concerns no matrix, or lacks the kurtosis or frequency of one.
     """
     problem = _problem(matrices, factor_bits)
     wanted = np.zeros(len(matrices))
@@ -202,21 +201,18 @@ def _problem(matrices: Sequence[RankedMatrix], factor_bits: int) -> _Problem:
         matrices=matrices,
         costs=np.array(costs, np.int64),
         caps=np.array([m.max_rank for m in matrices], np.int64),
-        is_dense=np.array([m.kind in DENSE_KINDS for m in matrices], bool),
-        is_sparse=np.array([m.kind in SPARSE_KINDS for m in matrices], bool),
     )
 
 
 def _real_ranks(term: _RankTerm, problem: _Problem) -> np.ndarray:
     """Ranks float64[n] of a term before rounding; fixed terms round percentages."""
-    concerned = {
-        "uniform": problem.is_dense | problem.is_sparse,
-        "dense": problem.is_dense,
-    }.get(term.policy, problem.is_sparse)
+    kinds = {"uniform": DENSE_KINDS + SPARSE_KINDS, "dense": DENSE_KINDS}
+    own_kinds = kinds.get(term.policy, SPARSE_KINDS)
+    concerned = np.array([m.kind in own_kinds for m in problem.matrices], bool)
     if not concerned.any():
-        kinds = {"uniform": DENSE_KINDS + SPARSE_KINDS, "dense": DENSE_KINDS}
-        names = ", ".join(kinds.get(term.policy, SPARSE_KINDS))
-        raise ValueError(f"{term} concerns {names}, and no matrix is of such a kind")
+        raise MoejaxError(
+            f"rank policy: {term} concerns {', '.join(own_kinds)}, and no matrix is of such a kind"
+        )
     rank = term.amount * problem.caps / 100 if term.is_percentage else term.amount
     even = np.where(concerned, rank, 0.0)
     if term.policy not in ("kurtosis", "frequency"):
@@ -234,7 +230,9 @@ def _shares(term: _RankTerm, matrices: Sequence[RankedMatrix]) -> np.ndarray:
     found: list[float | None] = [getattr(matrix, term.policy) for matrix in matrices]
     for matrix, value in zip(matrices, found, strict=True):
         if value is None or not np.isfinite(value) or (term.policy == "frequency" and value < 0):
-            raise ValueError(f"{term} needs the {term.policy} of {matrix.name}, which is {value}")
+            raise MoejaxError(
+                f"rank policy: {term} needs the {term.policy} of {matrix.name}, which is {value}"
+            )
     values = np.array(found, np.float64)
     if term.policy == "frequency":
         return values if values.any() else np.ones(len(values))

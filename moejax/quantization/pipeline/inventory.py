@@ -45,9 +45,11 @@ class Entry:
     layer: int | None
     expert: int | None
     # Under the published name; of fused experts the slice. Where `arranged` is given, its shape and
-    # size are right, but its bytes lie in another order, or are codes.
+    # size are right, but its bytes lie in another order, or are codes, of which it is bfloat16.
     source: StoredTensor
-    arranged: "_ArrangedMatrix | None" = None
+    # Where rows of other matrices lie between its own, inputs before outputs, or codes: the leaf,
+    # and the part of it that is read.
+    arranged: tuple[LeafPlan, Part] | None = None
 
     @property
     def prefix(self) -> str:
@@ -57,18 +59,22 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """(N, K) of a matrix."""
-        return self.source.shape if self.arranged is None else self.arranged.shape
+        return self.source.shape
 
     @property
     def is_coded(self) -> bool:
         """Whether the checkpoint has codes of the matrix, which a plain file would not keep."""
-        return self.arranged is not None and self.arranged.plan.kind is not None
+        return self.arranged is not None and self.arranged[0].kind is not None
 
     def read(self, rows: np.ndarray | None = None, first_row: int = 0) -> np.ndarray:
-        """Reads float32 values of the matrix as `read_matrix`."""
+        """Reads float32 values of the matrix as `read_matrix`; MoejaxError as `fill_part`, too."""
         if self.arranged is None:
             return read_matrix(self.source, rows, first_row)
-        values = self.arranged.read()
+        plan, part = self.arranged
+        plain = dataclasses.replace(plan, kind=None, dtype=np.dtype(np.float32))
+        whole = np.empty(plan.shape[2:], np.float32)
+        fill_part(plain, part, {"array": whole}, read_tensor)
+        values = whole[self.start : self.start + self.shape[0]]
         if rows is None:
             return values
         rows[...] = values[first_row : first_row + len(rows)]
@@ -78,25 +84,7 @@ class Entry:
         """Returns the tensor as a file stores it unquantized."""
         if self.arranged is None:
             return self.source
-        return self.arranged.read().astype(self.arranged.dtype)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ArrangedMatrix:
-    """Rows of a stored matrix that has other rows too, inputs before outputs, or codes."""
-
-    plan: LeafPlan
-    part: Part
-    start: int  # first row in the leaf
-    shape: tuple[int, int]
-    dtype: np.dtype  # of a file of it unquantized: its own, or bfloat16 of codes
-
-    def read(self) -> np.ndarray:
-        """Reads float32[N, K]; MoejaxError as `fill_part`."""
-        plain = dataclasses.replace(self.plan, kind=None, dtype=np.dtype(np.float32))
-        whole = np.empty(self.plan.shape[2:], np.float32)
-        fill_part(plain, self.part, {"array": whole}, read_tensor)
-        return whole[self.start : self.start + self.shape[0]]
+        return self.read().astype(self.source.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,13 +190,8 @@ def _entry(
         if source.shape != placement.shape:
             source = source.part(start, placement.shape)
     else:
-        source, dtype = _first_tensor(reader, part), np.dtype(ml_dtypes.bfloat16)
-        dtype = dtype if part.tensor is None else source.dtype
-        num_rows, num_inputs = placement.shape
-        arranged = _ArrangedMatrix(
-            plan=reader.leaves[leaf], part=part, start=start, shape=(num_rows, num_inputs),
-            dtype=dtype,
-        )  # fmt: skip
+        source, arranged = _first_tensor(reader, part), (reader.leaves[leaf], part)
+        dtype = np.dtype(ml_dtypes.bfloat16) if part.tensor is None else source.dtype
         source = dataclasses.replace(source, shape=placement.shape, dtype=dtype, checksum=None)
     return Entry(
         name=placement.name,

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,12 @@ def totals(records: Mapping[str, Record]) -> dict[str, Any]:
     for all tensors and for the quantized ones; weights and bytes by class; number of matrices
     with surging factors or too few tokens.
     """
-    by_class: dict[str, dict[str, int]] = defaultdict(lambda: {"weights": 0, "bytes": 0})
+    by_class: dict[str, list[Record]] = defaultdict(list)
     for record in records.values():
-        of_class = by_class[record["class"]]
-        of_class["weights"] += math.prod(record["shape"])
-        of_class["bytes"] += record["bytes"]
+        by_class[record["class"]].append(record)
     quantized = [record for record in records.values() if "bits" in record]
-    all_weights, all_bytes = _sums(records.values())
-    some_weights, some_bytes = _sums(quantized)
+    all_weights, all_bytes = _sums(records.values()).values()
+    some_weights, some_bytes = _sums(quantized).values()
     return {
         "weights": all_weights,
         "quantized_weights": some_weights,
@@ -71,7 +69,7 @@ def totals(records: Mapping[str, Record]) -> dict[str, Any]:
         "bits_per_weight": 8 * all_bytes / all_weights,
         "quantized_bytes": some_bytes,
         "quantized_bits_per_weight": 8 * some_bytes / max(1, some_weights),
-        "classes": {kind: by_class[kind] for kind in KINDS if kind in by_class},
+        "classes": {kind: _sums(by_class[kind]) for kind in KINDS if kind in by_class},
         "surged_matrices": sum(record.get("surged", False) for record in quantized),
         "starved_matrices": sum(record.get("starved", False) for record in quantized),
     }
@@ -108,7 +106,6 @@ def _json(value: object) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
-def _sums(records: Iterable[Record]) -> tuple[int, int]:
-    """Sums weights and bytes."""
-    counted = [(math.prod(record["shape"]), record["bytes"]) for record in records]
-    return sum(weights for weights, _ in counted), sum(num_bytes for _, num_bytes in counted)
+def _sums(records: Collection[Record]) -> dict[str, int]:
+    weights = sum(math.prod(record["shape"]) for record in records)
+    return {"weights": weights, "bytes": sum(record["bytes"] for record in records)}

@@ -73,11 +73,13 @@ class _ResumeLog:
     Attributes:
       directory: the output.
       identity: settings and source by name; equal for runs whose results are equal.
+      made_of: the same without versions, which are of no account once the result is there.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
         self.directory = directory
         self.identity = dict(identity)
+        self.made_of = {name: value for name, value in identity.items() if name != "versions"}
         self._work = directory / WORK_FOLDER
 
     def is_finished(self) -> bool:
@@ -92,10 +94,8 @@ class _ResumeLog:
         if not manifest_file.exists():
             raise MoejaxError(f"{self.directory} holds another model; {_MEND}")
         manifest = read_json(manifest_file)
-        # Versions are of no account once the result is there.
-        made_of = manifest.get("made_of")
-        wanted = {name: value for name, value in self.identity.items() if name != "versions"}
-        self._check_identity(made_of if isinstance(made_of, dict) else {}, wanted, "a model")
+        found = manifest.get("made_of")
+        self._check_identity(found if isinstance(found, dict) else {}, self.made_of, "a model")
         files = manifest.get("files")
         for name, entry in (files if isinstance(files, dict) else {}).items():
             path = self.directory / name
@@ -156,10 +156,6 @@ class _ResumeLog:
                 break
             notes.append(note)
         return notes
-
-    def keep_shard(self, i: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Marks shard `i`, whose file is whole, as done."""
-        return self.keep(_shard_note(i), fields)
 
     def close(self) -> None:
         """Removes the notes; the directory is finished."""
@@ -243,7 +239,7 @@ def quantize_checkpoint(job: Job) -> Outcome:
     if job.output.resolve() == job.source.resolve():
         raise MoejaxError(f"output {job.output} is the source itself; give another directory")
     chosen = schemes(job.recipe, inventory)
-    policy = _read_policy(job.rank_policy)
+    policy = ranks.parse_policy(job.rank_policy)
     tokens = _calibration_tokens(job, inventory, chosen, policy)
     log = _ResumeLog(job.output, _identity(job, inventory, tokens))
     if log.is_finished():
@@ -300,26 +296,63 @@ class _Run:
         return notes, remarks
 
     def _plan_ranks(self, policy: RankPolicy) -> dict[str, Any]:
-        """Plans the ranks, surveying the whole model if the policy needs it."""
-        kurtosis: Mapping[str, float] = {}
-        frequencies: Frequencies = {}
-        if not _is_compensated(self.chosen):
+        """Plans the rank of every matrix that gets a compensator.
+
+        A matrix with a rank of its own is left out of the policy's averages.
+
+        Returns:
+          "ranks" by name, and "capped": the names for which the policy exceeds min(N, K).
+          MoejaxError if the policy does not fit the model.
+        """
+        compensated = [
+            entry
+            for entry in self.inventory.entries
+            if entry.name in self.chosen and self.chosen[entry.name].method in COMPENSATED
+        ]
+        if not compensated:
             return {"ranks": {}, "capped": []}
         self.meter.bar.set_description_str("survey")
+        kurtosis: Mapping[str, float] = {}
+        frequencies: Frequencies = {}
         if policy.needs("kurtosis"):
-            kurtosis = _measure_kurtosis(
-                self.inventory, self.chosen, device=self.job.device, meter=self.meter
-            )
+            kurtosis = self._measure_kurtosis([e for e in compensated if e.kind == "experts"])
         if policy.needs("frequency"):
             frequencies = router_frequencies(self.inventory, self._calibration_run())
-        return _plan_ranks(
-            policy,
-            self.inventory,
-            self.chosen,
-            factor_bits=self.job.recipe.default.factor_bits,
-            kurtosis=kurtosis,
-            frequencies=frequencies,
-        )
+        fixed: dict[str, int] = {}
+        matrices = []
+        for entry in compensated:
+            scheme, (num_rows, num_inputs) = self.chosen[entry.name], entry.shape
+            if scheme.rank is not None:
+                fixed[entry.name] = min(scheme.rank, num_rows, num_inputs)
+                continue
+            matrices.append(
+                ranks.RankedMatrix(
+                    name=entry.name,
+                    kind=entry.kind,
+                    num_rows=num_rows,
+                    num_inputs=num_inputs,
+                    kurtosis=kurtosis.get(entry.name),
+                    frequency=frequencies.get((entry.layer, entry.expert)),
+                    all_widths=_all_widths(scheme),
+                )
+            )
+        if not matrices:
+            return {"ranks": fixed, "capped": []}
+        factor_bits = self.job.recipe.default.factor_bits
+        plan = ranks.assign_ranks(policy, matrices, factor_bits=factor_bits)
+        found = {of.name: rank for of, rank in zip(matrices, plan.ranks, strict=True)}
+        return {"ranks": {**found, **fixed}, "capped": list(plan.capped)}
+
+    def _measure_kurtosis(self, experts: Sequence[Entry]) -> dict[str, float]:
+        """Measures the excess kurtosis of matrices, by name."""
+        self.meter.expect(sum(entry.source.num_bytes for entry in experts))
+        compute, found = jax.jit(excess_kurtosis), {}
+        for entry in experts:
+            with self.meter.phase("survey"):
+                weights = jax.device_put(entry.read(), self.job.device)
+                found[entry.name] = float(compute(weights))
+            self.meter.bar.update(entry.source.num_bytes)
+        return found
 
     def _quantize_shards(self, ranks: Mapping[str, int], done: list[Note]) -> list[Note]:
         """Quantizes and writes unfinished shards; returns the notes of all."""
@@ -374,7 +407,7 @@ class _Run:
                 "records": result.records,
                 "histograms": result.histograms,
             }
-            return self.log.keep_shard(i, note)
+            return self.log.keep(_shard_note(i), note)
 
     def _calibration_run(self) -> CalibrationRun:
         assert self.tokens is not None
@@ -400,8 +433,7 @@ class _Run:
         fields = {**fields, "quantization_config": quantization}
         config = json_text(fields).encode()
         files[manifest.CONFIG_FILE] = WrittenFile(len(config), hashlib.sha256(config).hexdigest())
-        made_of = {name: value for name, value in self.log.identity.items() if name != "versions"}
-        manifest.write_manifest(output, made_of=made_of, records=records, files=files)
+        manifest.write_manifest(output, made_of=self.log.made_of, records=records, files=files)
         write_whole(output / manifest.CONFIG_FILE, config, manifest.RESUME)
         return [missing] if missing else []
 
@@ -426,16 +458,13 @@ def _outcome_before(output: Path, num_shards: int) -> Outcome:
     )
 
 
-def _is_compensated(chosen: Mapping[str, Scheme]) -> bool:
-    return any(scheme.method in COMPENSATED for scheme in chosen.values())
-
-
 def _calibration_tokens(
     job: Job, inventory: Inventory, chosen: Mapping[str, Scheme], policy: RankPolicy
 ) -> np.ndarray | None:
     """Encodes text to int32[S, T] if a method or the rank policy needs it."""
-    by_policy = policy.needs("frequency") and _is_compensated(chosen)
-    if not by_policy and not any(scheme.method in CALIBRATED for scheme in chosen.values()):
+    methods = {scheme.method for scheme in chosen.values()}
+    by_policy = policy.needs("frequency") and not methods.isdisjoint(COMPENSATED)
+    if not by_policy and methods.isdisjoint(CALIBRATED):
         return None
     return calibration_tokens(
         Tokenizer.from_directory(job.source),
@@ -470,81 +499,7 @@ def _identity(job: Job, inventory: Inventory, tokens: np.ndarray | None) -> dict
     }
 
 
-def _read_policy(text: str) -> ranks.RankPolicy:
-    """Parses a rank policy; raises MoejaxError."""
-    try:
-        return ranks.parse_policy(text)
-    except ValueError as error:
-        raise MoejaxError(str(error)) from error
-
-
-def _measure_kurtosis(
-    inventory: Inventory, schemes: Mapping[str, Scheme], *, device: jax.Device, meter: Meter
-) -> dict[str, float]:
-    """Measures the excess kurtosis of every compensated expert matrix, by name."""
-    experts = [entry for entry in _compensated(inventory, schemes) if entry.kind == "experts"]
-    meter.expect(sum(entry.source.num_bytes for entry in experts))
-    compute, found = jax.jit(excess_kurtosis), {}
-    for entry in experts:
-        weights = np.empty(entry.shape, np.float32)
-        with meter.phase("survey"):
-            entry.read(weights)
-            found[entry.name] = float(compute(jax.device_put(weights, device)))
-        meter.bar.update(entry.source.num_bytes)
-    return found
-
-
-def _plan_ranks(
-    policy: ranks.RankPolicy,
-    inventory: Inventory,
-    # by name; one with a rank of its own is left out of the policy's averages
-    schemes: Mapping[str, Scheme],
-    *,
-    factor_bits: int,  # for policies that count bytes
-    kurtosis: Mapping[str, float],
-    frequencies: Frequencies,
-) -> dict[str, Any]:
-    """Plans the rank of every matrix that gets a compensator.
-
-    Returns:
-      "ranks" by name, and "capped": the names for which the policy exceeds min(N, K). MoejaxError
-      if the policy does not fit the model.
-    """
-    compensated = _compensated(inventory, schemes)
-    fixed = {
-        entry.name: min(rank, *entry.shape)
-        for entry in compensated
-        if (rank := schemes[entry.name].rank) is not None
-    }
-    others = [entry for entry in compensated if entry.name not in fixed]
-    if not others:
-        return {"ranks": fixed, "capped": []}
-    matrices = [
-        ranks.RankedMatrix(
-            name=entry.name,
-            kind=entry.kind,
-            num_rows=entry.shape[0],
-            num_inputs=entry.shape[1],
-            kurtosis=kurtosis.get(entry.name),
-            frequency=frequencies.get((entry.layer, entry.expert)),
-            all_widths=_all_widths(schemes[entry.name]),
-        )
-        for entry in others
-    ]
-    try:
-        plan = ranks.assign_ranks(policy, matrices, factor_bits=factor_bits)
-    except ValueError as error:
-        raise MoejaxError(f"rank policy: {error}") from error
-    chosen = {entry.name: rank for entry, rank in zip(others, plan.ranks, strict=True)}
-    return {"ranks": {**chosen, **fixed}, "capped": list(plan.capped)}
-
-
 def _all_widths(scheme: Scheme) -> float:
     """Ranks of all widths together over the narrowest's, before any is rounded down."""
     others = range(1, len(scheme.planes)) if scheme.rank_divisor else ()
     return 1 + sum(float(scheme.rank_divisor) ** -i for i in others)
-
-
-def _compensated(inventory: Inventory, schemes: Mapping[str, Scheme]) -> Sequence[Entry]:
-    methods = {name: scheme.method for name, scheme in schemes.items()}
-    return [entry for entry in inventory.entries if methods.get(entry.name) in COMPENSATED]
