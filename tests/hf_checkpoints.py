@@ -39,81 +39,43 @@ FAMILIES = {
 }
 
 _SHARED: dict[str, Any] = {
-    "vocab_size": 160,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 _DEEPSEEK: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "intermediate_size": 40,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 12,
-}
+    "num_hidden_layers": 2, "num_key_value_heads": 4, "intermediate_size": 40,
+    "moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6, "v_head_dim": 12,
+}  # fmt: skip
 _DELTA: dict[str, Any] = {
-    "head_dim": 16,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 8,
-    "full_attention_interval": 2,
-    "partial_rotary_factor": 0.25,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-}
+    "head_dim": 16, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "num_experts": 8, "full_attention_interval": 2, "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
-        "intermediate_size": 40,
-        "moe_intermediate_size": 16,
-        "num_experts": 8,
+        "intermediate_size": 40, "moe_intermediate_size": 16, "num_experts": 8,
         "norm_topk_prob": True,
     },
     "mixtral": {"intermediate_size": 24, "num_local_experts": 4},
     "olmoe": {
-        "intermediate_size": 16,
-        "num_experts": 8,
-        "num_key_value_heads": 4,
-        "pad_token_id": None,
+        "intermediate_size": 16, "num_experts": 8, "num_key_value_heads": 4, "pad_token_id": None,
     },
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK | {"n_group": 4, "topk_group": 2},
+    "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK | {"n_group": 4, "topk_group": 2},
     "glm4_moe": {
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-        "intermediate_size": 40,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "attention_bias": True,
+        "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 40, "moe_intermediate_size": 16,
+        "n_routed_experts": 8, "n_shared_experts": 2, "attention_bias": True,
     },
     "glm4_moe_lite": {k: v for k, v in _DEEPSEEK.items() if k != "first_k_dense_replace"},
-    "qwen3_next": _DELTA | {"intermediate_size": 40, "norm_topk_prob": True},
-    "qwen3_5_moe": _DELTA,
+    "qwen3_next": _DELTA | {"intermediate_size": 40, "norm_topk_prob": True}, "qwen3_5_moe": _DELTA,
     "gpt_oss": {
-        "hidden_size": 64,
-        "head_dim": 16,
-        "intermediate_size": 32,
-        "num_local_experts": 8,
-        "sliding_window": 8,
-        "num_hidden_layers": 4,
+        "hidden_size": 64, "head_dim": 16, "intermediate_size": 32, "num_local_experts": 8,
+        "sliding_window": 8, "num_hidden_layers": 4,
     },
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,43 +179,27 @@ DEEPSEEK_CHECKPOINTS: dict[str, TinyCheckpoint] = {
 QWEN3_NEXT: dict[str, TinyCheckpoint] = {
     "next": _next(),
     "next_heads1_conv2_tied": _next(
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_conv_kernel_dim=2,
-        tie_word_embeddings=True,
-        partial_rotary_factor=0.5,
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_conv_kernel_dim=2,
+        tie_word_embeddings=True, partial_rotary_factor=0.5,
     ),
     "next_heads3_interval3_old_config": _next(
         {"old_config": True},
-        num_hidden_layers=4,
-        full_attention_interval=3,
-        linear_num_key_heads=1,
-        linear_num_value_heads=3,
-        linear_value_head_dim=24,
-        linear_conv_kernel_dim=3,
+        num_hidden_layers=4, full_attention_interval=3, linear_num_key_heads=1,
+        linear_num_value_heads=3, linear_value_head_dim=24, linear_conv_kernel_dim=3,
     ),
     "next_dense_shared24_fused": _next(
         {"fused": True},
-        num_hidden_layers=4,
-        full_attention_interval=4,
-        mlp_only_layers=[1],
-        shared_expert_intermediate_size=24,
-        norm_topk_prob=False,
-        linear_key_head_dim=12,
+        num_hidden_layers=4, full_attention_interval=4, mlp_only_layers=[1],
+        shared_expert_intermediate_size=24, norm_topk_prob=False, linear_key_head_dim=12,
     ),
     "next_step2_gqa4_bias_head24": _next(
         {"max_shard_size": "20KB"},
-        num_hidden_layers=4,
-        decoder_sparse_step=2,
-        num_key_value_heads=1,
-        head_dim=24,
-        partial_rotary_factor=1.0,
-        attention_bias=True,
-        layer_types=["full_attention", "linear_attention"] * 2,
-        linear_num_key_heads=4,
+        num_hidden_layers=4, decoder_sparse_step=2, num_key_value_heads=1, head_dim=24,
+        partial_rotary_factor=1.0, attention_bias=True,
+        layer_types=["full_attention", "linear_attention"] * 2, linear_num_key_heads=4,
         linear_conv_kernel_dim=5,
     ),
-}
+}  # fmt: skip
 
 
 OLMOE: dict[str, TinyCheckpoint] = {

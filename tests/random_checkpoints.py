@@ -13,27 +13,12 @@ from moejax.checkpoints.experts import ExpertReader
 from moejax.models.config import ModelConfig, weight_shapes
 
 TINY: dict[str, Any] = {
-    "family": "qwen3_moe",
-    "vocab_size": 160,
-    "model_dim": 64,
-    "num_layers": 3,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "experts_per_token": 2,
-    "expert_dim": 32,
-    "mlp_dim": 96,
-    "moe_layers": (0, 2),
-    "norm_topk_prob": True,
-    "norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_positions": 256,
-    "tied_embeddings": False,
-    "qk_norm": True,
-    "attention_bias": False,
-    "sliding_window": None,
-}
+    "family": "qwen3_moe", "vocab_size": 160, "model_dim": 64, "num_layers": 3, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 16, "num_experts": 4, "experts_per_token": 2, "expert_dim": 32,
+    "mlp_dim": 96, "moe_layers": (0, 2), "norm_topk_prob": True, "norm_eps": 1e-6,
+    "rope_theta": 1e4, "max_positions": 256, "tied_embeddings": False, "qk_norm": True,
+    "attention_bias": False, "sliding_window": None,
+}  # fmt: skip
 
 
 def write_random_checkpoint(
