@@ -149,7 +149,7 @@ class JointCodesTest(parameterized.TestCase):
         weights = jnp.asarray((low + rng.normal(size=(64, 128))).astype(np.float32))
         grid = grid_of(2, 4)
         found = milo(weights, grid, MiloSettings(max_rank=8, max_passes=6), 8)
-        product = np.asarray(found.u) @ np.asarray(found.v)
+        product = np.asarray(found.factors[-1].u) @ np.asarray(found.factors[-1].v)
         two = np.asarray(dequantize(found.codes, grid, grid.widths[-1]))
         four = np.asarray(dequantize(found.codes, grid))
         bare = dequantize(hqq(weights, grid), grid, grid.widths[-1])

@@ -15,10 +15,10 @@ from moejax.quantization.ranks import (
     RankedMatrix,
     _RankPlan,
     assign_ranks,
+    excess_kurtosis,
     parse_policy,
     rank_bytes,
 )
-from moejax.quantization.statistics import excess_kurtosis
 
 _SHAPES = ((64, 256), (256, 64), (96, 40))
 _PROPERTY = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)

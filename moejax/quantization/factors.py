@@ -6,13 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from moejax.quantization.grid import Codes, Grid
-from moejax.quantization.least_squares import LeastSquaresSettings, least_squares
+from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import rtn
 from moejax.weights.qtensor import FACTOR_GROUP_SIZE
 from pallas_kernels.layout import num_groups
-
-MAX_GAIN_LOST = 0.5  # share of a compensator's gain; beyond it INT3 factors have surged
-FITTED = LeastSquaresSettings(signed=True)
 
 
 def factor_grid(bits: int, length: int) -> Grid:
@@ -32,7 +29,7 @@ def quantize_factor(x: jax.Array, bits: int, *, fitted: bool = False) -> Codes:
       fitted: s by least squares, of either sign, in place of max|x| of the group.
     """
     grid = factor_grid(bits, x.shape[-1])
-    return least_squares(x, grid, FITTED) if fitted else rtn(x, grid)
+    return least_squares(x, grid, signed=True) if fitted else rtn(x, grid)
 
 
 def zero_factor(shape: tuple[int, ...], bits: int) -> Codes:
@@ -44,22 +41,3 @@ def zero_factor(shape: tuple[int, ...], bits: int) -> Codes:
         jnp.ones(groups, jnp.float32),
         jnp.full(groups, grid.middle, jnp.float32),
     )
-
-
-def gain_lost(plain: jax.Array, free: jax.Array, rounded: jax.Array) -> jax.Array:
-    """Share of a compensator's gain that is lost by rounding its factors.
-
-    MiLo section 4.2 saw INT3 factors raise the error of single matrices by much; those whose share
-    is over `MAX_GAIN_LOST` are better kept in INT8.
-
-    Args:
-      plain: float32[...], error of each matrix quantized without a compensator.
-      free: float32[...], error with the factors as they were found.
-      rounded: float32[...], error with the factors in few bits; all three of one kind.
-
-    Returns:
-      float32[...], 0 where nothing was lost, infinite where something was lost without a gain.
-    """
-    lost, gain = jnp.maximum(rounded - free, 0.0), jnp.maximum(plain - free, 0.0)
-    share = lost / jnp.where(gain > 0, gain, 1.0)
-    return jnp.where(gain > 0, share, jnp.where(lost > 0, jnp.inf, 0.0))

@@ -17,8 +17,7 @@ def damped(hessian: jax.Array, damping: jax.Array | float) -> jax.Array:
 def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array]:
     """Factors U^T U = (H + damping mean(diag H) I)^-1, U upper triangular (Algorithm 1).
 
-    H read backwards is L L^T, so H = R R^T with R upper triangular, and U = R^-1: one factorization
-    and one triangular solve in place of inverting H and factoring the inverse. Where it fails in
+    H read backwards is L L^T, so H = R R^T with R upper triangular, and U = R^-1. Where it fails in
     float32 the damping grows tenfold, up to MAX_RAISES times.
 
     Args:

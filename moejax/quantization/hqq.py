@@ -11,13 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from moejax.quantization.grid import (
-    Codes,
-    Grid,
-    group_members,
-    merge_groups,
-    split_groups,
-)
+from moejax.quantization.grid import Codes, Grid, group_members, merge_groups, split_groups
 from pallas_kernels.hqq_solve import OPERATION, hqq_solve
 from pallas_kernels.hqq_solve.settings import (
     BETA,

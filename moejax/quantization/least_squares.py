@@ -6,7 +6,6 @@ Nine starts come within 0.2 % of the error of 144 (INT3, groups of 64 of Gaussia
 log-normally scaled weights, float32 on a CPU, November 2026).
 """
 
-import dataclasses
 import functools
 import itertools
 
@@ -14,39 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.quantization.grid import (
-    Codes,
-    Grid,
-    group_members,
-    nearest_codes,
-    split_groups,
-)
+from moejax.quantization.grid import Codes, Grid, group_members, nearest_codes, split_groups
 from moejax.quantization.rtn import MIN_RANGE
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # scales, zeros, what they explain
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeastSquaresSettings:
-    """Static choices of the search."""
-
-    iterations: int = 5  # alternations from each start
-    cuts: tuple[float, ...] = (0.0, 0.08, 0.16)  # shares of the range left out at each end
-    # Lets the scales of a symmetric grid be negative, so that the level that only one side has,
-    # -2^(b - 1), may serve either sign.
-    signed: bool = False
-
-    def _starts(self) -> np.ndarray:
-        """Starts float32[S, 3]: cut at the low end, cut at the high end, sign of the scale."""
-        signs = (1.0, -1.0) if self.signed else (1.0,)
-        return np.asarray(list(itertools.product(self.cuts, self.cuts, signs)), np.float32)
+ITERATIONS = 5  # alternations from each start
+CUTS = (0.0, 0.08, 0.16)  # shares of the range left out at each end
 
 
-@functools.partial(jax.jit, static_argnames=("grid", "settings"))
+@functools.partial(jax.jit, static_argnames=("grid", "signed"))
 def least_squares(
     weights: jax.Array,  # float32[..., N, K], finite
     grid: Grid,
-    settings: LeastSquaresSettings = LeastSquaresSettings(),
+    # lets the scales of a symmetric grid be negative, so that the level that only one side has,
+    # -2^(b - 1), may serve either sign
+    signed: bool = False,
 ) -> Codes:
     """Minimises |W - s (q - z)|_F over (s, z, q), to a local minimum in each group.
 
@@ -57,7 +40,7 @@ def least_squares(
     """
     groups = split_groups(weights, grid.group_size)
     mask, counts = group_members(weights.shape[-1], grid.group_size, groups.ndim)
-    scales, zeros = fit_groups(groups, mask, counts, grid, settings)
+    scales, zeros = fit_groups(groups, mask, counts, grid, signed)
     return nearest_codes(weights, scales, zeros, grid)
 
 
@@ -66,7 +49,7 @@ def fit_groups(
     mask: jax.Array,  # float32 that broadcasts to `groups`, 0 where there is padding
     counts: jax.Array,  # float32 that broadcasts to [..., G, 1], members of a group
     grid: Grid,
-    settings: LeastSquaresSettings = LeastSquaresSettings(),
+    signed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Fits scales and zeros float32[..., G] of groups float32[..., G, S] by `least_squares`."""
     mean = jnp.sum(groups * mask, axis=-1, keepdims=True) / counts
@@ -79,11 +62,13 @@ def fit_groups(
 
     def body(best: State, start: jax.Array) -> tuple[State, None]:
         first = _start(low, high, start, grid)
-        end = jax.lax.fori_loop(0, settings.iterations, lambda _, state: step(state), first)
+        end = jax.lax.fori_loop(0, ITERATIONS, lambda _, state: step(state), first)
         better = end[2] > best[2]
         return jax.tree.map(functools.partial(jnp.where, better), end, best), None
 
-    starts = jnp.asarray(settings._starts())
+    # Cut at the low end, cut at the high end, sign of the scale.
+    combinations = itertools.product(CUTS, CUTS, (1.0, -1.0) if signed else (1.0,))
+    starts = jnp.asarray(np.asarray(list(combinations), np.float32))
     none = _start(low, high, starts[0], grid)
     (scales, zeros, _), _ = jax.lax.scan(body, none, starts)
     zeros = zeros - mean / scales

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from moejax.quantization.factors import factor_grid, quantize_factor, zero_factor
 from moejax.quantization.grid import Codes, Grid, dequantize
 from moejax.quantization.hqq import hqq
-from moejax.quantization.least_squares import LeastSquaresSettings, least_squares
+from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import rtn
 
 OVERSAMPLE = 8  # columns of the sketch beyond the rank that is wanted
@@ -106,7 +106,7 @@ BASES: dict[str, Callable[[jax.Array, Grid], Codes]] = {
     "hqq": hqq,
     "rtn": rtn,
     # Signs matter to symmetric grids alone: their error on the demo is .178 with, .193 without.
-    "least_squares": functools.partial(least_squares, settings=LeastSquaresSettings(signed=True)),
+    "least_squares": functools.partial(least_squares, signed=True),
 }
 WINDOW = 3  # passes that eq. 15 averages over
 FIRST_ITERATIONS = 3  # of the decomposition that starts from random rows
@@ -126,22 +126,12 @@ class MiloSettings:
     tolerance: float = 1e-4  # share by which the mean error of three passes must fall (eq. 15)
     base: str = "hqq"  # quantizer of W - U V, one of `BASES`
     solver: Solver | None = None  # in place of `base`, such as a kernel that never writes W - U V
-    # Quantizes the factors in every pass and fits the codes to the remainder. Without it they are
-    # returned unquantized, and the caller's rounding adds to the error.
+    # Quantizes the factors in every pass and fits the codes to the remainder, as milo+ does, by
+    # base "least_squares". Without it they are returned unquantized, and the caller's rounding adds
+    # to the error.
     refit: bool = False
     factor_bits: int = 3  # if `refit`
     rank_divisor: int = 0  # see `width_ranks`
-
-
-def milo_plus(max_rank: int, factor_bits: int = 3, max_passes: int = 20) -> MiloSettings:
-    """Settings of milo+: least squares, factors quantized in the loop, overshooting steps."""
-    return MiloSettings(
-        max_rank=max_rank,
-        max_passes=max_passes,
-        base="least_squares",
-        refit=True,
-        factor_bits=factor_bits,
-    )
 
 
 def width_ranks(rank: Any, num_widths: int, divisor: int) -> list[Any]:
@@ -174,16 +164,6 @@ class _MiloResult(NamedTuple):
     factors: tuple[Factors, ...]  # of each of the grid's `widths`
     errors: jax.Array  # float32[..., max_passes], eq. 14 of each pass, 0 for those that did not run
     passes: jax.Array  # int32[...], how many ran
-
-    @property
-    def u(self) -> jax.Array:
-        """U of the narrowest width."""
-        return self.factors[-1].u
-
-    @property
-    def v(self) -> jax.Array:
-        """V of the narrowest width."""
-        return self.factors[-1].v
 
 
 class _Pass(NamedTuple):

@@ -28,6 +28,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
@@ -144,6 +146,22 @@ def _parse_term(part: str, text: str) -> _RankTerm:
     return term
 
 
+def excess_kurtosis(weights: jax.Array) -> jax.Array:
+    """Excess kurtosis E[(x - mean)^4] / var^2 - 3 of matrices [..., N, K]: 0 for a Gaussian.
+
+    MiLo 3.1.1 prints the formula without the 3, but its Table 2 is negative for flat weights. A
+    constant matrix has 0.
+    """
+    x = weights.astype(jnp.float32)
+    x = x - jnp.mean(x, axis=(-2, -1), keepdims=True)
+    # By the largest element, so that fourth powers neither overflow nor vanish.
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    x = x / jnp.where(largest > 0, largest, 1.0)
+    second = jnp.mean(x**2, axis=(-2, -1))
+    fourth = jnp.mean(x**4, axis=(-2, -1))
+    return jnp.where(second > 0, fourth / jnp.where(second > 0, second, 1.0) ** 2 - 3.0, 0.0)
+
+
 def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int) -> int:
     """Bytes of one rank: a column of U and a row of V, packed, with their fp16 scales.
 
@@ -173,7 +191,12 @@ def assign_ranks(
     Raises:
       MoejaxError: a term concerns no matrix, or lacks the kurtosis or frequency of one.
     """
-    problem = _problem(matrices, factor_bits)
+    costs = [
+        math.ceil(m.all_widths * rank_bytes(m.num_rows, m.num_inputs, factor_bits))
+        for m in matrices
+    ]
+    caps = [m.max_rank for m in matrices]
+    problem = _Problem(matrices, np.array(costs, np.int64), np.array(caps, np.int64))
     wanted = np.zeros(len(matrices))
     for term in policy.terms:
         real = _real_ranks(term, problem)
@@ -190,18 +213,6 @@ def assign_ranks(
         is_capped = (ranks == problem.caps) & (problem.caps > 0)
     capped = tuple(m.name for m, flag in zip(matrices, is_capped, strict=True) if flag)
     return _RankPlan(tuple(int(rank) for rank in ranks), capped, int(problem.costs @ ranks))
-
-
-def _problem(matrices: Sequence[RankedMatrix], factor_bits: int) -> _Problem:
-    costs = [
-        math.ceil(m.all_widths * rank_bytes(m.num_rows, m.num_inputs, factor_bits))
-        for m in matrices
-    ]
-    return _Problem(
-        matrices=matrices,
-        costs=np.array(costs, np.int64),
-        caps=np.array([m.max_rank for m in matrices], np.int64),
-    )
 
 
 def _real_ranks(term: _RankTerm, problem: _Problem) -> np.ndarray:

@@ -19,6 +19,7 @@ from moejax.checkpoints.formats.gptq import parse_gptq
 from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.checkpoints.formats.manifest import Manifest, matrix_entry, quantization_config
 from moejax.checkpoints.formats.native import matrix_tensors, native_format
+from moejax.checkpoints.safetensors_reader import read_header
 from moejax.weights.qtensor import QTensor
 
 
@@ -179,8 +180,9 @@ def config_of(target: str, records: Records) -> dict[str, Any]:
     return write(kinds, plain)
 
 
-def read_back(path: Path, target: str, records: Records, tensors: Tensors) -> dict[str, QTensor]:
+def read_back(path: Path, target: str, records: Records) -> dict[str, QTensor]:
     """Reads the matrices of a shard that was written in one of the formats, by name."""
+    tensors = Tensors(read_header(path))
     quantized = {name: record for name, record in records.items() if "bits" in record}
     if target == "moejax":
         entries = {name: matrix_entry(path, name, record) for name, record in quantized.items()}

@@ -32,20 +32,9 @@ from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.expert_products import block_size, gated
 from moejax.models.layer_index import layer_indices
 from moejax.models.leaf_kinds import kind_of
-from moejax.models.moe import (
-    ExpertImpl,
-    Experts,
-    MoeInputs,
-    ResidentExperts,
-    default_expert_impl,
-)
+from moejax.models.moe import ExpertImpl, Experts, MoeInputs, ResidentExperts, default_expert_impl
 from moejax.models.rope import model_angles
-from moejax.models.transformer import (
-    Transformer,
-    merge_weights,
-    model_definition,
-    whole_attention,
-)
+from moejax.models.transformer import Transformer, merge_weights, model_definition, whole_attention
 from moejax.quantization.hessian import add_outer_products, mean_hessian
 from moejax.weights.qtensor import RecordedInput, Weight, dense
 

@@ -20,14 +20,9 @@ RESUME = "make room and start the same command again, it goes on from here"
 # Files beside the weights in Hugging Face directories that other engines read too.
 COPIED_FILES = (
     *TOKENIZER_FILES,
-    "generation_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.json",
-)
+    "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.json",
+)  # fmt: skip
 
 Record = Mapping[str, Any]
 

@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from moejax.quantization.autoround import autoround
-from moejax.quantization.factors import MAX_GAIN_LOST, factor_grid, gain_lost, quantize_factor
+from moejax.quantization.factors import factor_grid, quantize_factor
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Codes, Grid, dequantize
 from moejax.quantization.hqq import hqq, kernel_hqq, kernel_refusal
 from moejax.quantization.least_squares import least_squares
-from moejax.quantization.milo import BASES, Factors, MiloSettings, milo, milo_plus
+from moejax.quantization.milo import BASES, Factors, MiloSettings, milo
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Scheme
 from moejax.weights.qtensor import QTensor, from_codes
 
-# Bits that replace a matrix's surging INT3 factors (MiLo 4.2).
+# Bits that replace a matrix's surging INT3 factors (MiLo 4.2), whose codes lose more than this
+# share of what the compensator gains.
 SAFE_FACTOR_BITS = 8
+_MAX_GAIN_LOST = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,21 +214,21 @@ def _narrowest_surged(weights: jax.Array, solution: _Solution, program: Program)
     bare = _squares(weights - dequantize(_plain(weights, program), grid, grid.widths[-1]))
     if solution.free_lost is None:
         return lost >= bare
-    return gain_lost(bare, solution.free_lost[-1], lost) > MAX_GAIN_LOST
+    free = solution.free_lost[-1]
+    return lost - free > _MAX_GAIN_LOST * jnp.maximum(bare - free, 0.0)
 
 
 def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: int) -> _Solution:
     grid, is_plus = program.grid, program.scheme.method == "milo+"
-    if is_plus and factor_bits < 16:
-        settings = milo_plus(program.max_rank, factor_bits, program.passes)
-    else:
-        settings = MiloSettings(
-            max_rank=program.max_rank,
-            max_passes=program.passes,
-            base="least_squares" if is_plus else "hqq",
-            solver=kernel_hqq if not is_plus and program._by_kernel(weights) else None,
-            rank_divisor=program.scheme.rank_divisor,
-        )
+    settings = MiloSettings(
+        max_rank=program.max_rank,
+        max_passes=program.passes,
+        base="least_squares" if is_plus else "hqq",
+        solver=kernel_hqq if not is_plus and program._by_kernel(weights) else None,
+        refit=is_plus and factor_bits < 16,
+        factor_bits=factor_bits,
+        rank_divisor=program.scheme.rank_divisor,
+    )
     found = milo(weights, grid, settings, ranks)
     factors, lost, bare, free_lost = [], [], [], []
     for width, own in zip(grid.widths, found.factors, strict=True):

@@ -27,9 +27,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.checkpoints.formats.manifest import MANIFEST_FILE, check_files, read_files
-from moejax.checkpoints.safetensors_reader import INDEX_FILE, read_header
+from moejax.checkpoints.safetensors_reader import INDEX_FILE
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
 from moejax.files.whole import PARTIAL, WrittenFile, file_digest, json_text, write_json, write_whole
@@ -58,8 +57,7 @@ from moejax.quantization.pipeline.progress import Meter
 from moejax.quantization.pipeline.quantizers import kernel_remarks
 from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Recipe, Scheme, schemes
 from moejax.quantization.pipeline.shard import ShardResult, quantize_shard
-from moejax.quantization.ranks import RankPolicy
-from moejax.quantization.statistics import excess_kurtosis
+from moejax.quantization.ranks import RankPolicy, excess_kurtosis
 from moejax.text.tokenizer import Tokenizer
 
 WORK_FOLDER = ".quantizing"
@@ -375,9 +373,8 @@ class _Run:
             self.meter.bar.set_description_str(shard.title)
             if i < len(done):
                 if text is not None and i < last:
-                    path, target = job.output / shard.file, job.recipe.format
-                    tensors = Tensors(read_header(path))
-                    text.advance(shard, read_back(path, target, notes[i]["records"], tensors))
+                    path, records = job.output / shard.file, notes[i]["records"]
+                    text.advance(shard, read_back(path, job.recipe.format, records))
                 continue
             calibrate = None
             if text is not None and i in calibrated:
