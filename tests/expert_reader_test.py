@@ -36,7 +36,7 @@ from tests.quantized_stores import (
 )
 from tests.random_checkpoints import empty_row
 
-EXPERTS = {"moe.gate_up", "moe.down"}
+EXPERTS = ("moe.gate_up", "moe.down")
 WEIGHTS = "model.safetensors"
 # (name, how the store is made, whether reading it computes by JAX).
 STORES = (
@@ -92,7 +92,7 @@ def without_compensators(weight):
 
 def expert_rows(weights):
     """The arrays [M, E, ...] of both leaves in the order of a row."""
-    leaves = [without_compensators(weights[leaf]) for leaf in ("moe.gate_up", "moe.down")]
+    leaves = [without_compensators(weights[leaf]) for leaf in EXPERTS]
     return [np.asarray(array) for array in jax.tree.leaves(leaves)]
 
 
@@ -116,7 +116,8 @@ class ValuesTest(ReaderTestCase):
         checkpoint, reader = self.open(make())
         whole = self.load(checkpoint)
         self.assertEqual(reader.uses_jax, uses_jax)
-        for template, leaf in ((reader.gate_up, "moe.gate_up"), (reader.down, "moe.down")):
+        templates, terms = (reader.gate_up, reader.down), reader.load_compensators(self.device)
+        for template, found, leaf in zip(templates, terms, EXPERTS, strict=True):
             expected = without_compensators(whole[leaf])
             if isinstance(expected, QTensor):
                 template.check()
@@ -125,20 +126,12 @@ class ValuesTest(ReaderTestCase):
                 jax.tree.map(lambda x: (x.shape, x.dtype), template),
                 jax.tree.map(lambda x: (x.shape, x.dtype), expected),
             )
-        self.assert_rows(reader, expert_rows(whole))
-
-    @parameterized.named_parameters(*(store[:2] for store in STORES))
-    def test_compensators_are_what_is_loaded_whole(self, make):
-        checkpoint, reader = self.open(make())
-        whole = self.load(checkpoint)
-        for found, leaf in zip(
-            reader.load_compensators(self.device), ("moe.gate_up", "moe.down"), strict=True
-        ):
             expected = getattr(whole[leaf], "compensators", ())
             self.assertEqual(jax.tree.structure(found), jax.tree.structure(expected))
             jax.tree.map(np.testing.assert_array_equal, found, expected)
             for array in jax.tree.leaves(found):
                 self.assertIsInstance(array, jax.Array)
+        self.assert_rows(reader, expert_rows(whole))
 
     def test_compensators_are_there_and_read_alone(self):
         _, reader = self.open(Own(QWEN))
@@ -170,7 +163,7 @@ class ValuesTest(ReaderTestCase):
             found = self.load(checkpoint, experts=False)
         self.assertNotEmpty(read)
         self.assertEmpty([name for name in read if ".experts." in name])
-        self.assertEqual(set(found), set(whole) - EXPERTS)
+        self.assertEqual(set(found), set(whole) - {*EXPERTS})
         for leaf, weight in found.items():
             jax.tree.map(np.testing.assert_array_equal, weight, whole[leaf])
 
@@ -194,7 +187,7 @@ class ValuesTest(ReaderTestCase):
         store = Plain(QWEN, fused=fused)
         _, reader = self.open(store, dtype)
         leaves = store.leaves()
-        expected = [leaves[leaf].astype(dtype) for leaf in ("moe.gate_up", "moe.down")]
+        expected = [leaves[leaf].astype(dtype) for leaf in EXPERTS]
         self.assert_rows(reader, expected)
 
 

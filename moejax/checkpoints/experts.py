@@ -147,7 +147,10 @@ class ExpertReader:
         self.windows = (EVERYTHING, EVERYTHING)
         config, tensors = reader.config, reader.stored.values()
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
-        self.plane_bits = _last_plane_bits(self._leaves) if last_plane else 0
+        widths = _plane_widths(self._leaves) if last_plane else (0,)
+        if widths is None:
+            raise ValueError("the experts do not lie by bit planes of one width")
+        self.plane_bits = widths[-1]
         self._arrays = [
             dict([list(plan.arrays.items())[-1]]) if last_plane else plan.arrays
             for plan in self._leaves
@@ -281,12 +284,6 @@ def _plane_widths(leaves: Sequence[LeafPlan]) -> tuple[int, ...] | None:
             return None
         found.add(layout.PREFIX_PLANES[plan.kind.bits])
     return found.pop() if len(found) == 1 else None
-
-
-def _last_plane_bits(leaves: Sequence[LeafPlan]) -> int:
-    if (widths := _plane_widths(leaves)) is None:
-        raise ValueError("the experts do not lie by bit planes of one width")
-    return widths[-1]
 
 
 def open_experts(

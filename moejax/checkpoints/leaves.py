@@ -30,14 +30,7 @@ from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.hf.names import Placement, find_spelling, ignored, placements
 from moejax.models.leaf_kinds import EXPERT_LEAVES
-from moejax.weights.qtensor import (
-    FP8_BLOCK,
-    ZERO_KINDS,
-    CodesKind,
-    Compensator,
-    Fp8Tensor,
-    Weight,
-)
+from moejax.weights.qtensor import FP8_BLOCK, ZERO_KINDS, CodesKind, Compensator, Fp8Tensor, Weight
 
 _MOST_MISSING = 20_000  # tensors that are listed though they are not there
 _HEAD = "lm_head.weight"
@@ -105,11 +98,6 @@ class LeafPlan:
     def _has_order(self) -> bool:
         """Whether a matrix is stored in GPTQ's act-order."""
         return any(part.matrix is not None and part.matrix.order for part in self.parts)
-
-    @property
-    def _is_packed(self) -> bool:
-        """Whether a matrix is stored quantized, even if the leaf is plain."""
-        return any(part.matrix is not None for part in self.parts)
 
     @property
     def form(self) -> str:
@@ -249,7 +237,8 @@ def plan_leaves(
         leaf: _plan_leaf(leaf, shape, np.dtype(leaf_dtype(leaf, dtype)), parts[leaf])
         for leaf, shape in weight_shapes(config).items()
     }
-    if fields is not None and not any(plan._is_packed for plan in plans.values()):
+    matrices = (part.matrix for plan in plans.values() for part in plan.parts)
+    if fields is not None and all(matrix is None for matrix in matrices):
         raise MoejaxError(
             f"{directory / 'config.json'} has a quantization_config, quant_method "
             f"{fields.get('quant_method')!r}, but no tensor is quantized; take the field out if "
@@ -330,13 +319,15 @@ def _plan_parts(
                 plain.append(tensor)
                 parts[placement.leaf].append(Part(placement, tensor, tensor.num_bytes))
     left_out = ignored(config, tensors.stored)
+    embedding = (config.vocab_size, config.model_dim)
+    if config.tied_embeddings and _HEAD in tensors and tensors[_HEAD].shape == embedding:
+        left_out.add(_HEAD)  # stored, though tied
     # With a tensor of a quantized matrix missing or misshaped, its others were not asked for.
     others = () if is_broken else tensors.stored.keys() - used - left_out
     tensors.faults["unexpected tensors"].extend(
         f"{name} {list(tensors.stored[name].shape)}"
         for name in sorted(others)
-        if not (name == _HEAD and _is_tied_head(config, tensors.stored[name]))
-        and not (name in extras and _is_without_effect(name, tensors))
+        if name not in extras or not _is_without_effect(name, tensors)
     )
     tensors.check(directory)
     check_floats(plain)
@@ -360,12 +351,6 @@ def _expected_placements(
             f"{len(names):,}; download it again or mend config.json"
         )
     return placements(config, spelling)
-
-
-def _is_tied_head(config: ModelConfig, tensor: StoredTensor) -> bool:
-    """Whether the tensor is a stored head, though tied to the embeddings."""
-    shape = (config.vocab_size, config.model_dim)
-    return config.tied_embeddings and tensor.name == _HEAD and tensor.shape == shape
 
 
 def _is_without_effect(name: str, tensors: Tensors) -> bool:

@@ -21,13 +21,7 @@ import tqdm
 from absl import logging
 
 from moejax.checkpoints.formats.bitstream import on_host
-from moejax.checkpoints.leaves import (
-    FactorPool,
-    LeafPlan,
-    Part,
-    plan_leaves,
-    split_experts,
-)
+from moejax.checkpoints.leaves import FactorPool, LeafPlan, Part, plan_leaves, split_experts
 from moejax.checkpoints.safetensors_reader import (
     StoredTensor,
     check_floats,

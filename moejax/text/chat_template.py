@@ -54,8 +54,7 @@ class ChatSettings:
 def checked_messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Checks the messages of a conversation and converts them for templates.
 
-    Raises:
-      MoejaxError: there is no message, or one lacks a known role or a text.
+    MoejaxError if there is no message, or one lacks a known role or a text.
     """
     if isinstance(given, str | Mapping) or not given:
         raise MoejaxError("messages must be a list with at least one message")
@@ -73,8 +72,7 @@ def checked_messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]
 def find_chat_template(directory: Path) -> str | None:
     """Reads chat_template.jinja, else the template in tokenizer_config.json, else None.
 
-    Raises:
-      MoejaxError: a file is broken, or its named templates hold no default.
+    MoejaxError if a file is broken, or its named templates hold no default.
     """
     jinja_path, json_path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if jinja_path.exists() or jinja_path.is_symlink():

@@ -43,8 +43,6 @@ class _TokenStream:
     first of the piece before.
     """
 
-    thoughts = ""  # none, as it knows no channels
-
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
         self._ids: list[int] = []  # of the last piece, then those not yet returned
@@ -219,7 +217,7 @@ class Tokenizer:
         """Id of a token by its text, such as "<s>"; None if there is no such token."""
         return self._encoder.token_to_id(token)
 
-    def stream(self, chat_prompt: Sequence[int] | None = None) -> _TokenStream | _ChannelStream:
+    def stream(self, chat_prompt: Sequence[int] | None = None) -> _ChannelStream:
         """Starts a decoder that takes one token at a time; of harmony's, to the final channel.
 
         Args:
@@ -233,8 +231,6 @@ class Tokenizer:
         if chat_prompt is None or None in thinks:
             thinks, chat_prompt = [-1] * 2, ()
         markers = _Markers(*(-1 if i is None else i for i in (*marks, *thinks)))
-        if max(markers) < 0:
-            return _TokenStream(self.decode)
         # Behind <think> a line may end, or </think>: GLM-4.5's template closes thoughts that it
         # leaves out.
         last = [i for i in chat_prompt[-2:] if i in (markers.think, markers.answer)]

@@ -40,11 +40,7 @@ Part = Mapping[str, Any]
 
 
 def check_tokenizer(fields: Part) -> None:
-    """Checks the fields of a tokenizer.json.
-
-    Raises:
-      MoejaxError: naming the unusable part, without the file's name.
-    """
+    """Checks the fields of a tokenizer.json; a MoejaxError names the part that is not usable."""
     try:
         parts = {name: list(flat(fields.get(name))) for name in _TYPES}
         for name, found in parts.items():

@@ -33,23 +33,10 @@ from moejax.weights.qtensor import CodesKind, QTensor
 
 # Entries that the library's modules save beside codes, scales and zeros.
 _METADATA = (
-    "nbits",
-    "group_size",
-    "shape",
-    "axis",
-    "packing",
-    "unpack_view_dtype",
-    "view_as_float",
-    "quant_scale",
-    "quant_zero",
-    "compute_dtype",
-    "offload_meta",
-    "encoded_state_dict",
-    "stores_quant_config",
-    "channel_wise",
-    "optimize",
-    "round_zero",
-)
+    "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float",
+    "quant_scale", "quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict",
+    "stores_quant_config", "channel_wise", "optimize", "round_zero",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,11 +54,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file.
-
-    Raises:
-      MoejaxError: the directory or the file is missing, or it holds no JSON object.
-    """
+    """Reads a JSON object; MoejaxError if the file or its directory is missing, or holds none."""
     if not path.parent.is_dir():
         raise MoejaxError(f"no such directory: {path.parent}")
     try:
@@ -76,11 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_config(fields: Mapping[str, Any]) -> ModelConfig:
-    """Builds a `ModelConfig` from the fields of a config.json in either spelling.
-
-    Raises:
-      MoejaxError: as in `read_model_config`, without the file's name.
-    """
+    """Builds a `ModelConfig` from a config.json in either spelling; MoejaxError names no file."""
     fields = text_fields(fields)
     family = _family(fields)
     object_field(fields, "quantization_config")  # the weights' reader knows which ones it can read
