@@ -78,16 +78,18 @@ class ChecksumTest(parameterized.TestCase):
             self.assertNotEqual(checksum([damaged]), whole)
 
 
+def flip(path: Path, bit: int = -6) -> None:
+    """Flips a bit of a file's tensors, by its number or from the end."""
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start + bit // 8 % (len(content) - start)] ^= 1 << (bit % 8)
+    path.write_bytes(content)
+
+
 class FilesTest(FolderTestCase):
     def setUp(self):
         super().setUp()
         self.device = jax.devices("cpu")[0]
-
-    def _flip(self, path: Path, bit: int) -> None:
-        content = bytearray(path.read_bytes())
-        start = 8 + int.from_bytes(content[:8], "little")
-        content[start + bit // 8 % (len(content) - start)] ^= 1 << (bit % 8)
-        path.write_bytes(content)
 
     def _write_own(self) -> None:
         """A packed checkpoint, its weights written as moejax.quantize writes them."""
@@ -107,7 +109,7 @@ class FilesTest(FolderTestCase):
     def test_a_flipped_bit_of_a_packed_checkpoint(self, seed):
         self._write_own()
         path = self.directory / WEIGHTS
-        self._flip(path, int(np.random.default_rng(seed).integers(2**40)))
+        flip(path, int(np.random.default_rng(seed).integers(2**40)))
         with self.assert_one_line(str(path), "is not what was written ", "copy it again"):
             self._load()
         checkpoint = open_checkpoint(str(self.directory))
@@ -152,7 +154,7 @@ class FilesTest(FolderTestCase):
         copy = self.directory / "y.safetensors"
         write_safetensors(copy, {"b": read_header(path)["a"]})
         self.assertEqual(read_header(copy)["b"].checksum, checksum([array]))
-        self._flip(path, 77)
+        flip(path, 77)
         copy.unlink()
         with self.assertRaisesRegex(MoejaxError, "x.safetensors: a is not what was written"):
             write_safetensors(copy, {"b": read_header(path)["a"]})
@@ -175,12 +177,6 @@ class FilesTest(FolderTestCase):
         save_file({"a": random_bytes(8)}, path, {CHECKSUMS: said})
         with self.assertRaisesRegex(MoejaxError, "moejax_checksums .* not understood"):
             read_header(path)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(content)
 
 
 class VerifyTest(FolderTestCase):

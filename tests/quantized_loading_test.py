@@ -102,6 +102,20 @@ class GptqV1Test(LoadingTestCase):
         self.assertLess(relative_errors(found, expected).max(), RELATIVE_ERROR)
 
 
+class Partial(Gptq):
+    """Leaves one matrix plain."""
+
+    def is_plain(self, placement):
+        return super().is_plain(placement) or "layers.1.self_attn.q_proj" in placement.name
+
+
+class Apart(Gptq):
+    """Has an act-order of its own for each matrix."""
+
+    def matrix(self, prefix, shape):
+        return super().matrix(prefix + ".x", shape)
+
+
 class ValuesTest(LoadingTestCase):
     @parameterized.named_parameters(
         ("gptq_qwen", lambda: Gptq(QWEN), (*ATTENTION, *EXPERTS, *MLP)),
@@ -151,48 +165,38 @@ class ValuesTest(LoadingTestCase):
         with mock.patch.object(reader, "_is_host", return_value=False):
             self.assert_loads(store, kind, (*ATTENTION, *EXPERTS, *MLP))
 
-    def test_fp8_whose_parts_are_no_blocks(self):
-        store = Fp8(QWEN)
+    @parameterized.parameters(
+        (
+            lambda: Fp8(QWEN), Fp8Tensor, ("attention.o_proj", "moe.down", "mlp.down"),
+            "moe.gate_up is dequantized to float32.*no multiples of 128 rows",
+        ),
+        (
+            lambda: MixedBits(QWEN), QTensor, (*ATTENTION, *MLP),
+            "moe.gate_up is dequantized to float32.*its matrices have bits 4 and 8",
+        ),
+        (
+            lambda: Partial(QWEN), QTensor, ("attention.o_proj", *EXPERTS, *MLP),
+            "some of its matrices are quantized and some are not",
+        ),
+        (
+            lambda: Apart(QWEN, act_order=True), QTensor, ("attention.o_proj", "moe.down", *MLP),
+            "parts of one matrix have different act-orders",
+        ),
+    )  # fmt: skip
+    def test_what_one_kind_cannot_hold_is_dequantized_and_said(self, make, kind, quantized, said):
+        store = make()
         store.write(self.directory)
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            self.assert_loads(store, Fp8Tensor, ("attention.o_proj", "moe.down", "mlp.down"))
-        self.assertLen(logs.output, 3)
-        self.assertIn("moe.gate_up is dequantized to float32", "".join(logs.output))
-        self.assertIn("no multiples of 128 rows", "".join(logs.output))
+            self.assert_loads(store, kind, quantized)
+        self.assertRegex(" ".join(logs.output), said)
+        plain = {leaf for leaf in (*ATTENTION, *EXPERTS, *MLP) if leaf not in quantized}
+        self.assertLen(logs.output, len(plain))
 
-    def test_mixed_bits_are_dequantized_and_said(self):
+    def test_what_is_dequantized_is_of_the_dtype_that_is_asked_for(self):
         store = MixedBits(QWEN)
         store.write(self.directory)
-        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            self.assert_loads(store, QTensor, (*ATTENTION, *MLP))
-        said = "".join(logs.output)
-        self.assertIn("moe.gate_up is dequantized to float32", said)
-        self.assertIn("its matrices have bits 4 and 8", said)
-        loaded = self.load(store, jnp.bfloat16)["moe.down"]
         expected = store.leaves()["moe.down"].astype(jnp.bfloat16)
-        np.testing.assert_array_equal(loaded, expected)
-
-    def test_one_matrix_left_plain(self):
-        class Partial(Gptq):
-            def is_plain(self, placement):
-                return super().is_plain(placement) or "layers.1.self_attn.q_proj" in placement.name
-
-        store = Partial(QWEN)
-        store.write(self.directory)
-        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            self.assert_loads(store, QTensor, ("attention.o_proj", *EXPERTS, *MLP))
-        self.assertIn("some of its matrices are quantized and some are not", logs.output[0])
-
-    def test_orders_that_differ_within_a_matrix(self):
-        class Apart(Gptq):
-            def matrix(self, prefix, shape):
-                return super().matrix(prefix + ".x", shape)
-
-        store = Apart(QWEN, act_order=True)
-        store.write(self.directory)
-        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            self.assert_loads(store, QTensor, ("attention.o_proj", "moe.down", *MLP))
-        self.assertIn("parts of one matrix have different act-orders", logs.output[0])
+        np.testing.assert_array_equal(self.load(store, jnp.bfloat16)["moe.down"], expected)
 
     def test_zero_points_and_scales_are_widened_without_loss(self):
         class Joined(Gptq):

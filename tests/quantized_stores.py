@@ -339,6 +339,12 @@ class FormatTestCase(FolderTestCase):
             self.assertEqual(matrix.scales.dtype.name, found.kind.scale_dtype)
         return matrix
 
+    def assert_reads(self, config, tensors, stored, prefix="a.b"):
+        """The matrix that is read of a `quantized_files.Matrix`, which it stands for exactly."""
+        matrix = self.read(config, tensors, stored.codes.shape, prefix)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+        return matrix
+
 
 class LoadingTestCase(FolderTestCase):
     def load(self, store, dtype=jnp.float32, device=None, **kwargs):
