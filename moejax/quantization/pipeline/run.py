@@ -80,27 +80,25 @@ class _ResumeLog:
         self.made_of = {name: value for name, value in identity.items() if name != "versions"}
         self._work = directory / WORK_FOLDER
 
-    def is_finished(self) -> bool:
-        """Whether the directory holds the whole result of this run.
+    def finished(self) -> dict[str, Any] | None:
+        """Manifest of a directory that holds the whole result of this run, or None.
 
         Raises MoejaxError where it is another run's, or a file of it has changed.
         """
-        config = self.directory / CONFIG_FILE
-        if not config.exists():
-            return False
-        manifest_file = self.directory / MANIFEST_FILE
-        if not manifest_file.exists():
+        if not (self.directory / CONFIG_FILE).exists():
+            return None
+        if (made := read_files(self.directory)) is None:
             raise MoejaxError(f"{self.directory} holds another model; {_MEND}")
-        manifest = read_json(manifest_file)
-        found = manifest.get("made_of")
+        fields = read_json(made.path)
+        found = fields.get("made_of")
         self._check_identity(found if isinstance(found, dict) else {}, self.made_of, "a model")
-        files = manifest.get("files")
-        for name, entry in (files if isinstance(files, dict) else {}).items():
+        for name, (size, _) in made.files.items():
             path = self.directory / name
-            if not path.exists() or path.stat().st_size != entry["size"]:
+            if not path.exists() or path.stat().st_size != size:
                 raise MoejaxError(f"{path} was removed or changed after it was made; {_MEND}")
         shutil.rmtree(self._work, ignore_errors=True)
-        return True
+        check_files(made, checksums=True)
+        return fields
 
     @contextlib.contextmanager
     def opened(self, own_files: Sequence[str]) -> Iterator[None]:
@@ -240,8 +238,16 @@ def quantize_checkpoint(job: Job) -> Outcome:
     policy = ranks.parse_policy(job.rank_policy)
     tokens = _calibration_tokens(job, inventory, chosen, policy)
     log = _ResumeLog(job.output, _identity(job, inventory, tokens))
-    if log.is_finished():
-        return _outcome_before(job.output, len(inventory.shards))
+    if (made := log.finished()) is not None:
+        return Outcome(
+            output=job.output,
+            was_done=True,
+            shards_before=len(inventory.shards),
+            records={**made["tensors"], **made["plain"]},
+            totals=made["totals"],
+            seconds={},
+            remarks=(),
+        )
     files = [shard.file for shard in inventory.shards]
     others = [INDEX_FILE, manifest.CONFIG_FILE, MANIFEST_FILE, REPORT_FOLDER]
     with log.opened([*files, *others, *manifest.COPIED_FILES]):
@@ -437,22 +443,6 @@ class _Run:
 
 def _records(notes: list[Note]) -> dict[str, dict[str, Any]]:
     return {name: record for note in notes for name, record in note["records"].items()}
-
-
-def _outcome_before(output: Path, num_shards: int) -> Outcome:
-    made = read_files(output)
-    assert made is not None
-    check_files(made, checksums=True)
-    fields = read_json(made.path)
-    return Outcome(
-        output=output,
-        was_done=True,
-        shards_before=num_shards,
-        records={**fields["tensors"], **fields["plain"]},
-        totals=fields["totals"],
-        seconds={},
-        remarks=(),
-    )
 
 
 def _calibration_tokens(
