@@ -57,12 +57,7 @@ class CheckpointReader:
     """The weights of a directory of safetensors, read by one plan of its leaves."""
 
     def __init__(
-        self,
-        directory: Path,
-        config: ModelConfig,
-        *,
-        dtype: Any,
-        read_bits: int = 0,
+        self, directory: Path, config: ModelConfig, *, dtype: Any, read_bits: int = 0
     ) -> None:
         """Reads little but headers; arguments and errors are those of `plan_leaves`."""
         self.directory, self.config = directory, config

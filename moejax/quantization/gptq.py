@@ -234,6 +234,5 @@ def _quantize_block(
         for part, error in zip(state.weights, errors, strict=True)
     )
     return state._replace(
-        weights=weights,
-        codes=jax.lax.dynamic_update_slice_in_dim(state.codes, codes, first, 0),
+        weights=weights, codes=jax.lax.dynamic_update_slice_in_dim(state.codes, codes, first, 0)
     )

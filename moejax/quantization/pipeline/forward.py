@@ -81,11 +81,7 @@ def _layer_step(
 
 @functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="totals")
 def _attention_step(
-    weights: Weights,
-    x: jax.Array,
-    totals: Sums,
-    config: ModelConfig,
-    attention: AttentionImpl,
+    weights: Weights, x: jax.Array, totals: Sums, config: ModelConfig, attention: AttentionImpl
 ) -> tuple[jax.Array, Sums]:
     """Runs the first half of the layer on x [B, T, D], attention or a delta rule.
 
@@ -97,11 +93,7 @@ def _attention_step(
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("totals", "counts"))
 def _mlp_step(
-    weights: Weights,
-    x: jax.Array,
-    totals: Sums,
-    counts: jax.Array,
-    config: ModelConfig,
+    weights: Weights, x: jax.Array, totals: Sums, counts: jax.Array, config: ModelConfig
 ) -> tuple[Sums, jax.Array]:
     """Sums the inputs of the MLP's matrices but the experts', and counts experts' tokens.
 

@@ -190,8 +190,13 @@ def _entry(
         if source.shape != placement.shape:
             source = source.part(start, placement.shape)
     else:
-        source, arranged = _first_tensor(reader, part), (reader.leaves[leaf], part)
-        dtype = np.dtype(ml_dtypes.bfloat16) if part.tensor is None else source.dtype
+        arranged = reader.leaves[leaf], part
+        if part.tensor is not None:
+            source, dtype = part.tensor, part.tensor.dtype
+        else:  # the first of the tensors that its codes lie in
+            assert part.matrix is not None
+            whole = reader.stored[part.matrix.names[0]]
+            source, dtype = whole.part(index[1], whole.shape[1:]), np.dtype(ml_dtypes.bfloat16)
         source = dataclasses.replace(source, shape=placement.shape, dtype=dtype, checksum=None)
     return Entry(
         name=placement.name,
@@ -203,12 +208,3 @@ def _entry(
         source=dataclasses.replace(source, name=placement.name),
         arranged=arranged,
     )
-
-
-def _first_tensor(reader: CheckpointReader, part: Part) -> StoredTensor:
-    """Place of an expert's numbers: of its floats, or of the first of what its codes lie in."""
-    if part.tensor is not None:
-        return part.tensor
-    assert part.matrix is not None
-    whole = reader.stored[part.matrix.names[0]]
-    return whole.part(part.index[1], whole.shape[1:])
