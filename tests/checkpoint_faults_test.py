@@ -39,10 +39,15 @@ class FaultTest(FolderTestCase):
         with self.assert_one_line(*messages):
             load_leaves(path)
 
-    def test_no_weights(self):
+    @parameterized.parameters(
+        ("pytorch_model.bin", "pytorch_model.bin is a pickle, which can run any code"),
+        ("qmodel.pt", "qmodel.pt is a pickle, which can run any code"),
+        ("model.gguf", "weights of other formats must be"),
+    )
+    def test_no_weights(self, name, said):
         path = write_checkpoint("qwen3", self.directory)
-        (path / "model.safetensors").rename(path / "pytorch_model.bin")
-        self.assert_refused(path, "no model.safetensors", str(path), "converted to safetensors")
+        (path / "model.safetensors").rename(path / name)
+        self.assert_refused(path, "no model.safetensors", str(path), said, "to safetensors")
 
     def test_missing_shard(self):
         path = write_checkpoint("qwen3_bf16_sharded", self.directory)

@@ -218,10 +218,6 @@ class FurtherLayersTest(parameterized.TestCase):
         found = routing_of(logits, plain)
         self.assertIs(prefetch_scores(found, plain), found.probabilities)
 
-    def test_yarn_needs_a_base(self):
-        with self.assertRaisesRegex(ValueError, "rope_theta 1.0 with YaRN"):
-            dataclasses.replace(TINY, rope_theta=1.0)
-
 
 class PromptTest(parameterized.TestCase):
     """Six layers: one dense, four in a loop whose layer is a number on the device, and one more."""

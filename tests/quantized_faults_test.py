@@ -12,7 +12,7 @@ from moejax.errors import MoejaxError
 from moejax.experts.tiering import verify_all
 from moejax.weights.qtensor import QTensor
 from tests import quantized_files as files
-from tests.quantized_stores import QWEN, Gptq, Hqq, LoadingTestCase, Own
+from tests.quantized_stores import QWEN, Gptq, LoadingTestCase, Own
 
 SHORT = {"size": 5, "sha256": "x"}
 NAME = "model.layers.0.mlp.experts.1.up_proj"
@@ -51,13 +51,6 @@ class FaultTest(LoadingTestCase):
 
         said = f"missing tensors (1): {NAME}.weight [32, 64]"
         self.assert_refused(self.edited(Gptq(QWEN), edit), said)
-
-    @parameterized.parameters("qmodel.pt", "pytorch_model.bin")
-    def test_pickles(self, name):
-        store = Hqq(QWEN)
-        store.write(self.directory)
-        (self.directory / "model.safetensors").rename(self.directory / name)
-        self.assert_refused(store, f"{name} is a pickle, which can run any code")
 
     def test_plain_weights_under_a_quantized_label(self):
         store = Gptq(QWEN)
