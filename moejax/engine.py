@@ -52,7 +52,7 @@ from moejax.inference.generation import (
 from moejax.inference.kernel_warnings import describe_packing
 from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.recorder import RecordSpec, recording
-from moejax.inference.runner import Runner, settings_by_row
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig, Pages
 from moejax.text.chat_template import checked_messages
 from moejax.text.tokenizer import Prompt, Tokenizer, check_tokens, token_ids_of
@@ -363,7 +363,7 @@ class Engine:
         ids = [self._encode(prompt, wanted) for prompt in _as_batch(prompts)]
         if not ids:
             return []
-        batch = self.batch(ids, settings_by_row(wanted, len(ids)), steps_per_call=STEPS_PER_CALL)
+        batch = self.batch(ids, wanted.by_prompt(len(ids)), steps_per_call=STEPS_PER_CALL)
         for deltas in batch.steps():
             raise_errors(deltas)
         return [
@@ -382,7 +382,7 @@ class Engine:
         """Answers one prompt, a token at a time; arguments as in `generate`."""
         wanted = GenerationSettings.of(**with_defaults(self.defaults, settings))
         ids = self._encode(prompt, wanted)
-        return self._stream(self.batch([ids], settings_by_row(wanted, 1)))
+        return self._stream(self.batch([ids], wanted.by_prompt(1)))
 
     def chat(
         self,

@@ -1,6 +1,5 @@
 """Calls of several decode steps: those that run whole, and what their time counts as."""
 
-import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -40,7 +39,7 @@ class WholeCallsTest(absltest.TestCase):
         found = []
         for whole in (False, True):
             serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=whole)
-            session = serving.prefill(prompts, CONTEXT, settings, ())
+            session = serving.prefill(prompts, CONTEXT, settings.by_prompt(2), ())
             emitted = [np.asarray(serving.decode(session, n, 8)) for n in (3, 8, 1, 5)]
             state = session.state
             keys = jax.random.key_data(state.keys)
@@ -53,16 +52,17 @@ class WholeCallsTest(absltest.TestCase):
     def test_rows_that_rest_are_no_steps_of_the_ledger(self):
         runner, memory = cached_runner(None, (16,), (4,))
         runner._whole_calls = True
-        session = runner.prefill([random_tokens(7), random_tokens(5)], 64, GenerationSettings(), ())
+        prompts = [random_tokens(7), random_tokens(5)]
+        session = runner.prefill(prompts, 64, [GenerationSettings()] * 2, ())
         first = memory.read_counters().total("steps")
         self.assertEqual(first, QWEN.num_layers)
         runner.decode(session, 3, 8)  # five steps more pad the call
         self.assertEqual(memory.read_counters().total("steps") - first, 3 * QWEN.num_layers)
-        state = dataclasses.replace(session.state, done=np.asarray([True, False]))
+        state = session.state._replace(done=np.asarray([True, False]))
         session.state = jax.device_put(state, runner.device)
         runner.decode(session, 2, 8)
         self.assertEqual(memory.read_counters().total("steps") - first, 5 * QWEN.num_layers)
-        state = dataclasses.replace(session.state, done=np.ones(2, bool))
+        state = session.state._replace(done=np.ones(2, bool))
         session.state = jax.device_put(state, runner.device)
         runner.decode(session, 8, 8)
         self.assertEqual(memory.read_counters().total("steps") - first, 5 * QWEN.num_layers)

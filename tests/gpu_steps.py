@@ -297,7 +297,7 @@ def compiled_chunk(config: ModelConfig, batch: int, pages: Pages) -> jax.stages.
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
     step = functools.partial(steps.prompt_chunk, program, chunk, True, CHUNK)
     state, sampling, eos_ids, _ = decode_operands(config, batch, pages)
-    state = dataclasses.replace(state, limits=leaf_of((batch,), jnp.int32))
+    state = state._replace(limits=leaf_of((batch,), jnp.int32))
     row = leaf_of((5 + 2 * pages.of(CONTEXT) + CONTEXT + CHUNK,), jnp.int32)
     weights = weights_of(config, leaves_of("attention", "experts"))
     inputs = steps.StepInputs(weights, None)

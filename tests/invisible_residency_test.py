@@ -135,7 +135,7 @@ class Answers(NamedTuple):
 
 
 def answers_of(of: Runner) -> Answers:
-    session = of.prefill(TEXTS, CACHE, SETTINGS, (), of.config.vocab_size)
+    session = of.prefill(TEXTS, CACHE, SETTINGS.by_prompt(3), (), of.config.vocab_size)
     parts = [session.emitted]
     of.decode(session, NUM_NEW - 1, NUM_NEW - 1)
     parts.append(session.emitted)
@@ -217,7 +217,7 @@ class InvisibleTest(parameterized.TestCase):
         memory.spec = dataclasses.replace(memory.spec, tiers=(pool,))
         runner = Runner(QWEN, runner.weights, CPU, memory=memory)
         came = []
-        session = runner.prefill(PROMPTS[:1], 64, SETTINGS, ())
+        session = runner.prefill(PROMPTS[:1], 64, [SETTINGS], ())
         for _ in range(2):
             came.append(memory.read_counters().total("prefetched"))
             runner.decode(session, 4, 4)
@@ -337,7 +337,7 @@ def outcome(runner: Runner, memory: Any, record: RecordSpec | None = None) -> An
             mock.patch.object(runners, "longest_chunk", lambda *_: 16),
             recording(runner, path, record) if record else mock.MagicMock(),
         ):
-            session = runner.prefill(prompts, 48, SETTINGS, ())
+            session = runner.prefill(prompts, 48, SETTINGS.by_prompt(2), ())
             said = jax.device_get((session.state.cache, session.emitted.tokens))
         trace = read_trace(path) if record else None
     fields = dataclasses.fields(trace) if trace else ()

@@ -89,7 +89,7 @@ def filled_cache(config: Any, batch: int) -> KVCache:
         name: jax.random.normal(jax.random.key(i), getattr(cache, name).shape, HALF)
         for i, name in enumerate(("keys", "values"))
     }
-    return dataclasses.replace(cache, **drawn)
+    return cache._replace(**drawn)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
 ROW_NBYTES = 3 * 16 * 32 * 4  # of an expert of the tiny model in float32
-GREEDY = GenerationSettings(temperature=0.0)
+GREEDY = [GenerationSettings(temperature=0.0)] * 2
 DIRECTORY: Path
 RESIDENT: list[list[int]]
 

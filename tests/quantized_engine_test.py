@@ -173,7 +173,7 @@ class QuantizedEngineTest(parameterized.TestCase):
             mock.patch.object(moe, "STEP_BYTES", step_bytes),
             recorded_programs(serving) as programs,
         ):
-            settings = runner.GenerationSettings.of()
+            settings = [runner.GenerationSettings.of()]
             session = serving.prefill([prompt(20)], 64, settings, ())
             serving.decode(session, 4, 16)
         cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(session.state.cache))

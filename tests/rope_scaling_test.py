@@ -201,7 +201,7 @@ class LogitsTest(parameterized.TestCase):
             self.compare_decode(engine, model, tokens, run.past_key_values)
 
     def compare_decode(self, engine: Engine, model: Any, tokens: np.ndarray, cache: Any) -> None:
-        settings = GenerationSettings(max_new_tokens=NUM_DECODED, ignore_eos=True)
+        settings = [GenerationSettings(max_new_tokens=NUM_DECODED, ignore_eos=True)]
         runner, length = engine._runner, tokens.shape[1]
         session = runner.prefill(
             tokens.tolist(), LENGTHS[-1] + NUM_DECODED, settings, (), engine.config.vocab_size

@@ -15,7 +15,7 @@ from moejax.experts.ledger import Ledger, TierLedger
 from moejax.inference import steps
 from moejax.inference.batch import RowBatch, raise_errors
 from moejax.inference.generation import GenerationSettings
-from moejax.inference.runner import Runner, Session, settings_by_row
+from moejax.inference.runner import Runner, Session
 from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.models.moe import ResidentExperts, Routing
@@ -117,7 +117,7 @@ class Bench:
         runner, settings = self.runner, self.settings
         most = settings.max_new_tokens
         batch = RowBatch(
-            runner, None, prompts, settings_by_row(settings, len(prompts)), self.context,
+            runner, None, prompts, settings.by_prompt(len(prompts)), self.context,
             self._eos_ids, steps_per_call=self._per_call,
         )  # fmt: skip
         run = batch.steps()
@@ -161,7 +161,7 @@ class Bench:
         if not count:
             missed = (1 - config.experts_per_token / config.num_experts) ** batch
             return config.num_experts * (1 - missed)
-        session = runner.prefill(prompts, self.context, self.settings, ())
+        session = runner.prefill(prompts, self.context, self.settings.by_prompt(batch), ())
         spec = ChunkSpec(
             kv_length=runner.kv_length(session.next_position + 1, self.context), is_first=False,
             experts=runner.expert_impl(batch), attention="xla",
@@ -262,7 +262,7 @@ def _distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> floa
             ),
         )  # fmt: skip
         mean = jnp.mean(counts.astype(jnp.float32))
-        return dataclasses.replace(state, cache=cache), mean
+        return state._replace(cache=cache), mean
 
     operands = session.state, runner.weights, runner._own_experts
     program = count

@@ -98,6 +98,10 @@ class GenerationSettings:
             raise MoejaxError(f"{len(self.seed)} seeds for {num_prompts} prompts: give one each")
         return list(self.seed)
 
+    def by_prompt(self, num_prompts: int) -> list["GenerationSettings"]:
+        """Settings of each prompt, with a seed of its own."""
+        return [dataclasses.replace(self, seed=seed) for seed in self.seeds(num_prompts)]
+
 
 def _is_seed(value: Any) -> bool:
     return isinstance(value, int | np.integer) and bool(0 <= value < NUM_SEEDS)

@@ -53,9 +53,7 @@ class Scored(NamedTuple):
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Places:
+class _Places(NamedTuple):
     """Positions and targets to look up in a batch of rows, and results so far; donated."""
 
     positions: jax.Array  # int32[B, P] of the inputs, of which what comes next is scored

@@ -85,15 +85,6 @@ class Session:
     given: Any = None  # `sampling` and `eos_ids` on the host, of a running batch
 
 
-def settings_by_row(
-    settings: GenerationSettings | Sequence[GenerationSettings], batch: int
-) -> list[GenerationSettings]:
-    """Settings per row, each with its own seed."""
-    if not isinstance(settings, GenerationSettings):
-        return list(settings)
-    return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(batch)]
-
-
 def _seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
     """bool[B, V], the tokens of each prompt, for the repetition penalty."""
     seen = np.zeros((len(prompts), config.vocab_size), bool)
@@ -104,17 +95,11 @@ def _seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax
 
 def _sampling_of(rows: Sequence[GenerationSettings]) -> Sampling:
     """Converts the settings of every sequence to arrays of the host."""
-
-    def column(name: str, dtype: type[np.generic]) -> Any:
-        return np.asarray([getattr(row, name) for row in rows], dtype)
-
-    return Sampling(
-        temperature=column("temperature", np.float32),
-        top_k=column("top_k", np.int32),
-        top_p=column("top_p", np.float32),
-        min_p=column("min_p", np.float32),
-        repetition_penalty=column("repetition_penalty", np.float32),
-    )
+    columns: dict[str, Any] = {}
+    for name in Sampling._fields:
+        dtype = np.int32 if name == "top_k" else np.float32
+        columns[name] = np.asarray([getattr(row, name) for row in rows], dtype)
+    return Sampling(**columns)
 
 
 def _ends_of(rows: Sequence[GenerationSettings], eos_ids: tuple[int, ...]) -> np.ndarray:
@@ -285,14 +270,13 @@ class Runner:
         self,
         prompts: list[list[int]],
         cache_length: int,
-        settings: GenerationSettings | Sequence[GenerationSettings],
+        settings: Sequence[GenerationSettings],  # of each prompt, with an integer seed
         eos_ids: tuple[int, ...],
         top_logprobs: int = 0,
     ) -> Session:
         """Runs prompts and chooses first tokens; does not wait."""
-        batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
-        by_row, failures = settings_by_row(settings, batch), self._failure_count()
-        state, keys = self._fresh([row.seeds(1)[0] for row in by_row], cache_length)
+        batch, lengths, failures = len(prompts), [*map(len, prompts)], self._failure_count()
+        state, keys = self._fresh([row.seeds(1)[0] for row in settings], cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         for start, size in self.chunks(batch, max(lengths), cache_length, self.short_chunk):
             is_first = start == 0 and size != self.short_chunk
@@ -302,10 +286,10 @@ class Runner:
             state, _ = self._step(
                 failures, num_tokens, steps.prefill_chunk, (self._program, spec), state, chunk
             )
-        all_greedy = all(row.temperature == 0 for row in by_row)
-        penalizes = any(row.repetition_penalty != 1 for row in by_row)
+        all_greedy = all(row.temperature == 0 for row in settings)
+        penalizes = any(row.repetition_penalty != 1 for row in settings)
         seen = _seen_tokens(prompts, self.config, self._put) if penalizes else None
-        sampling, eos_by_row = self._put((_sampling_of(by_row), _ends_of(by_row, eos_ids)))
+        sampling, eos_by_row = self._put((_sampling_of(settings), _ends_of(settings, eos_ids)))
         program = self._program._replace(top_logprobs=top_logprobs)
         decoding, emitted = self._call(
             steps.first_token, (program, all_greedy), (state.cache, keys, seen), self.weights,
@@ -313,15 +297,9 @@ class Runner:
             results=(self._decode_specs, REPLICATED),
         )  # fmt: skip
         return Session(
-            decoding,
-            sampling,
-            eos_by_row,
-            all_greedy,
-            max(lengths),
-            emitted,
-            top_logprobs,
+            decoding, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs,
             failures,
-        )
+        )  # fmt: skip
 
     def open_lanes(
         self, num_lanes: int, pages: Pages, sizes: FixedSizes, eos_ids: tuple[int, ...]
@@ -387,12 +365,12 @@ class Runner:
         program = self._program._replace(top_logprobs=session.top_logprobs)
         state, seen = session.state, session.state.seen
         if not session.penalizes:
-            state = dataclasses.replace(state, seen=None)
+            state = state._replace(seen=None)
         state, session.emitted = self._step(
             session.failures_before, num_tokens, function, (program, spec, *static), state,
             *operands,
         )  # fmt: skip
-        session.state = state if session.penalizes else dataclasses.replace(state, seen=seen)
+        session.state = state if session.penalizes else state._replace(seen=seen)
 
     def not_finite(self) -> str:
         """Error for logits that name no token; resets a policy that saw them."""

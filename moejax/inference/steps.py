@@ -33,9 +33,7 @@ from moejax.weights.handed_out import OwnExperts
 from moejax.weights.qtensor import Weight
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(NamedTuple):
     """Sampling settings of B sequences; arrays, so that they change without a retrace."""
 
     temperature: jax.Array  # float32[B]; 0 is greedy
@@ -45,9 +43,7 @@ class Sampling:
     repetition_penalty: jax.Array  # float32[B]; 1 is off
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Logprobs:
+class _Logprobs(NamedTuple):
     """Natural logarithms of the model's own probabilities: no penalty, temperature or filter.
 
     Axes: B rows, n tokens of a call (absent while one is chosen), N likeliest tokens.
@@ -149,9 +145,7 @@ NO_TOKEN = -1  # in the place of a token: the row has ended, or rests
 NOT_FINITE = -2  # the row's logits named none, and it ends here
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """The new tokens of a call of n steps.
 
     Invariant: the leading axes of all arrays are those of `tokens`.
@@ -244,9 +238,7 @@ class StepProgram(NamedTuple):
 SCORED_BYTES = 2**26  # of the float32 logits that exist at a time in scoring
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
+class DecodeState(NamedTuple):
     """Carry of a decode step; donated.
 
     Invariants: shapes and dtypes never change; `tokens[b]` is not in the cache yet and belongs at
@@ -558,12 +550,12 @@ def prompt_chunk(
 
 def end_rows(state: DecodeState, ended: jax.Array) -> DecodeState:
     """Marks the rows of bool[B] as done in the donated state."""
-    return dataclasses.replace(state, done=state.done | ended)
+    return state._replace(done=state.done | ended)
 
 
 def clear_pages(state: DecodeState, pages: jax.Array) -> DecodeState:
     """Fills pages int32[n] of the donated state's cache with zeros."""
-    return dataclasses.replace(state, cache=state.cache.without_pages(pages))
+    return state._replace(cache=state.cache.without_pages(pages))
 
 
 def _tree_where(condition: jax.Array, new: Any, old: Any) -> Any:

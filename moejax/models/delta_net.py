@@ -11,7 +11,6 @@ N chunks of C tokens. A token that is not active (padding, or a row that is done
 lets nothing decay; what it reads means nothing.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -212,7 +211,7 @@ def _states_in_place(
         projection, cache.states, cache.tails, weights, layer=layer, active=active, eps=eps,
         floor=NORM_FLOOR, rows_by_head=rows_by_head, implementation="triton",
     )  # fmt: skip
-    return opened, dataclasses.replace(cache, states=states, tails=tails)
+    return opened, cache._replace(states=states, tails=tails)
 
 
 class DeltaNet(StackedModule):

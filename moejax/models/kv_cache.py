@@ -1,6 +1,6 @@
 """Caches of a model: preallocated, donated to every step, updated in place."""
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from moejax.models.config import ModelConfig, Pages
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
+class KVCache(NamedTuple):
     """Keys and values of the layers that attend; slot s of a sequence holds its position s.
 
     A sequence's slots lie in one piece, or with a `table` in pages: slot s is slot s % S of page
@@ -46,23 +44,6 @@ class KVCache:
     def length(self) -> int:
         """Slots of a sequence."""
         return self.keys.shape[3] * (1 if self.table is None else self.table.shape[1])
-
-    def check(self) -> None:
-        """Raises ValueError when an invariant does not hold."""
-        same = self.keys.shape[:-1] == self.values.shape[:-1]
-        if not same or self.keys.dtype != self.values.dtype:
-            raise ValueError(
-                f"keys {self.keys.dtype}{self.keys.shape} and values "
-                f"{self.values.dtype}{self.values.shape} differ"
-            )
-        if (self.states is None) != (self.tails is None):
-            raise ValueError("there are states without tails, or tails without states")
-        if self.states is not None and self.tails is not None:
-            lead = (self.states.shape[:2], self.tails.shape[:2])
-            if lead[0] != lead[1] or lead[0][1] != self.batch_size:
-                raise ValueError(f"states and tails {lead} are not of {self.batch_size} sequences")
-            if self.states.dtype != jnp.float32:
-                raise ValueError(f"states are {self.states.dtype}, not float32")
 
     def lane(self, index: jax.Array, pages: jax.Array, length: jax.Array, spare: int) -> "KVCache":
         """Copies a sequence's tokens out of pages to a cache of its own; zeros follow.
@@ -135,7 +116,7 @@ class KVCache:
         def slots(leaf: jax.Array) -> jax.Array:
             return leaf.at[:, pages].set(0, mode="promise_in_bounds")
 
-        return dataclasses.replace(self, keys=slots(self.keys), values=slots(self.values))
+        return self._replace(keys=slots(self.keys), values=slots(self.values))
 
     def write_chunk(
         self,
@@ -160,9 +141,7 @@ class KVCache:
             index = (jnp.full_like(start, layer), zero, zero, start * cache.shape[-1])
             return jax.lax.dynamic_update_slice(whole, part, index).reshape(cache.shape)
 
-        return dataclasses.replace(
-            self, keys=write(self.keys, keys), values=write(self.values, values)
-        )
+        return self._replace(keys=write(self.keys, keys), values=write(self.values, values))
 
     def write_token(
         self, layer: int | jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
@@ -183,9 +162,7 @@ class KVCache:
             token = new[:, 0].astype(cache.dtype)
             return cache.at[layer, rows, :, slots].set(token, mode="drop")
 
-        return dataclasses.replace(
-            self, keys=write(self.keys, keys), values=write(self.values, values)
-        )
+        return self._replace(keys=write(self.keys, keys), values=write(self.values, values))
 
     def read(self, layer: int | jax.Array, kv_length: int) -> tuple[jax.Array, jax.Array]:
         """The first `kv_length` slots of a layer: two [B, K, kv_length, C]."""
@@ -220,9 +197,7 @@ class KVCache:
             at = cache.at[layer, rows[:, None], parts[None]]
             return at.set(new.astype(cache.dtype), unique_indices=True)
 
-        return dataclasses.replace(
-            self, states=write(self.states, state), tails=write(self.tails, tail)
-        )
+        return self._replace(states=write(self.states, state), tails=write(self.tails, tail))
 
 
 def cache_shape(config: ModelConfig, batch_size: int, length: int) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """The decoder of every family, one module over layer-stacked weights; its flat dict of weights."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -109,7 +108,7 @@ def _queries_and_cache(
         norms=None if scales is None else qkv_to_cache.HeadNorms(*scales, eps),
         pages=cache.table, implementation="triton",
     )  # fmt: skip
-    return q, dataclasses.replace(cache, keys=keys, values=values)
+    return q, cache._replace(keys=keys, values=values)
 
 
 class ChunkSpec(NamedTuple):

@@ -168,7 +168,7 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
         False,
         [prompt for prompt in ids for _ in range(count)],
         sum(map(len, ids)),
-        _by_choice(settings, len(ids) * count),
+        settings.by_prompt(len(ids) * count),
         [text for text in echo for _ in range(count)],
         top_logprobs=top_logprobs,
         **how,
@@ -192,7 +192,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     ids = model._encode(prompt, "messages", add_special_tokens=False)  # the template writes them
     _check_limits(fields, len(ids), settings)
     return Request(
-        True, [ids] * count, len(ids), _by_choice(settings, count), [""] * count,
+        True, [ids] * count, len(ids), settings.by_prompt(count), [""] * count,
         top_logprobs=top_logprobs if wants else None, **how,
     )  # fmt: skip
 
@@ -407,8 +407,3 @@ def _shape(fields: Fields) -> tuple[int, dict[str, Any]]:
         "stream": stream, "include_usage": include_usage, "continuous_usage": continuous_usage,
         "ignored": tuple(name for name in ignored if name in LOGGED),
     }  # fmt: skip
-
-
-def _by_choice(settings: GenerationSettings, count: int) -> list[GenerationSettings]:
-    """Choice i draws from seed + i."""
-    return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(count)]
