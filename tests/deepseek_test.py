@@ -36,16 +36,9 @@ from moejax.policies.dymoe import attention_received
 from moejax.weights.qtensor import Weight
 from tests import parity, slow, tiny_engine
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
-from tests.hf_checkpoints import (
-    DEEPSEEK_CHECKPOINTS,
-    load_leaves,
-    reference_model,
-    write_checkpoint,
-)
+from tests.hf_checkpoints import load_leaves, reference_model, write_checkpoint
 from tests.numpy_model import RELATIVE_ERROR, relative_errors
-from tests.parity import Reference, grouped_gap, of_transformers
-
-PROMPT_LENGTHS = (3, 17, 9)
+from tests.parity import grouped_gap, of_transformers
 
 MOE_16B = {
     "as_published": Shape(num_hidden_layers=3),
@@ -78,18 +71,7 @@ def sigmoid_router(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, family="deepseek_v3", router=rule, norm_topk_prob=True)
 
 
-class ParityTest(parameterized.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-
-    @slow.where(lambda name: name != "v2_groups")
-    @parameterized.parameters(*DEEPSEEK_CHECKPOINTS)
-    def test_transformers(self, name):
-        path = write_checkpoint(name, self.directory)
-        self.check(path, of_transformers(reference_model(path), grouped_gap))
-
+class ParityTest(parity.ParityTestCase):
     def test_a_bias_of_minus_infinity_masks_experts(self):
         source = write_checkpoint("v3", self.directory)
         path = self.directory / "masked"
@@ -129,11 +111,8 @@ class ParityTest(parameterized.TestCase):
         model = DeepseekMoe(MOE_16B[name], seed=10 + sorted(MOE_16B).index(name))
         path = self.directory / name
         model.write(path)
-        self.check(path, model.logits)
-
-    def check(self, path: Path, reference: Reference) -> None:
         engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
-        parity.check(self, engine, reference, lengths=PROMPT_LENGTHS)
+        parity.check(self, engine, model.logits, lengths=(3, 17, 9))
 
 
 @functools.cache

@@ -50,11 +50,6 @@ class TinyCheckpointTest(FolderTestCase):
         cls.checkpoint = write_checkpoint("qwen3", cls.folder)
         write_tokenizer(cls.checkpoint, VOCAB_SIZE)
 
-    def damaged(self) -> pathlib.Path:
-        """A copy of the checkpoint, to break."""
-        parent = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        return pathlib.Path(shutil.copytree(self.checkpoint, parent / "copy"))
-
     def test_stream_is_the_engines_answer(self):
         status, out, err = run_in_process(
             f"--config.checkpoint={self.checkpoint}",

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-import torch
 from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
@@ -32,35 +31,11 @@ from pallas_kernels.op import offset_refusal
 from pallas_kernels.packed import PackedMatrices, plain, with_scale_pairs
 from pallas_kernels.target import Target
 from pallas_kernels.triton import product
-from tests import parity, slow
+from tests import slow
 from tests.decode_attention_test import Shape, parts_of, random_operands
-from tests.hf_checkpoints import GPT_OSS, reference_model, write_checkpoint
+from tests.hf_checkpoints import reference_model, write_checkpoint
+from tests.parity import ParityTestCase
 from tests.random_checkpoints import write_tokenizer
-
-
-class GptOssTestCase(parameterized.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-
-    def load(self, name: str = "oss", **how) -> Engine:
-        path = write_checkpoint(name, self.directory)
-        how = {"dtype": "float32", "platform": "cpu", "progress": False} | how
-        return Engine.from_pretrained(path, **how)
-
-    def reference(self, name: str = "oss") -> torch.nn.Module:
-        return reference_model(write_checkpoint(name, self.directory))
-
-
-class ParityTest(GptOssTestCase):
-    @slow.repeats()
-    @parameterized.parameters(*GPT_OSS)
-    def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
-        reference = parity.of_transformers(self.reference(name))
-        parity.check(
-            self, self.load(name), reference, lengths=(3, 17, 40), num_tokens=60, least_sure=0.6
-        )
 
 
 class KernelTest(parameterized.TestCase):
@@ -147,7 +122,7 @@ class KernelTest(parameterized.TestCase):
             self.assertIsNone(offset_refusal(scales))
 
 
-class Mxfp4Test(GptOssTestCase):
+class Mxfp4Test(ParityTestCase):
     def test_stored_matrices_are_those_that_transformers_dequantizes(self):
         engine, stored = self.load("oss_mxfp4"), self.reference("oss_mxfp4").state_dict()
         for leaf, name in (("gate_up", "gate_up_proj"), ("down", "down_proj")):

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from moejax import Engine
+from tests.folder_case import FolderTestCase
+from tests.hf_checkpoints import reference_model, write_checkpoint
 from tests.numpy_model import RELATIVE_ERROR, relative_errors
 
 RouterGap = Callable[..., torch.Tensor]  # of a model, a router's place and its logits
@@ -60,6 +62,22 @@ def of_transformers(model: Any, router_gap: RouterGap = softmax_gap) -> Referenc
         return out.logits[0], torch.stack(gaps).amin(0)
 
     return run
+
+
+class ParityTestCase(FolderTestCase):
+    """Checkpoints of `hf_checkpoints` by name, which a class shares."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.directory = cls.class_folder()
+
+    def load(self, name: str, **how: Any) -> Engine:
+        how = {"dtype": "float32", "platform": "cpu", "progress": False} | how
+        return Engine.from_pretrained(write_checkpoint(name, self.directory), **how)
+
+    def reference(self, name: str) -> torch.nn.Module:
+        return reference_model(write_checkpoint(name, self.directory))
 
 
 def check(

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
-from moejax import Engine
 from moejax.inference import steps
 from moejax.models.config import DeltaConfig, ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
-from tests import parity, slow, tiny_engine
+from tests import tiny_engine
 from tests.cached_runners import random_weights as pooled_weights
-from tests.hf_checkpoints import QWEN3_NEXT, reference_model, write_checkpoint
 from tests.numpy_model import RELATIVE_ERROR, relative_errors
+from tests.parity import ParityTestCase
 
 # Not as tests do for speed. Without optimisation jax 0.10.2 rounds a float32 product of a chunk's
 # queries and keys in a way that depends on the rest of the program, and a scatter is a loop that
@@ -44,54 +41,30 @@ TWO_LAYERS = dataclasses.replace(
 )
 
 
-class Qwen3NextTestCase(parameterized.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-
-    def load(self, name: str = "next", **how) -> Engine:
-        path = write_checkpoint(name, self.directory)
-        how = {"dtype": "float32", "platform": "cpu", "progress": False} | how
-        return Engine.from_pretrained(path, **how)
-
-    def reference(self, name: str = "next") -> torch.nn.Module:
-        return reference_model(write_checkpoint(name, self.directory))
-
-
 def random_tokens(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 160, shape).astype(np.int32)
 
 
-class ParityTest(Qwen3NextTestCase):
-    @slow.repeats()
-    @parameterized.parameters(*QWEN3_NEXT)
-    def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
-        reference = parity.of_transformers(self.reference(name))
-        lengths = (3, 17, 70)  # the last is more than one chunk of the rule
-        parity.check(
-            self, self.load(name), reference, lengths=lengths, num_tokens=80, least_sure=0.6
-        )
-
+class ParityTest(ParityTestCase):
     @pytest.mark.slow
     def test_half_precision_is_near_and_keeps_what_decays(self):
-        engine, tokens = self.load(dtype="bfloat16"), random_tokens(2, 40)
+        engine, tokens = self.load("next", dtype="bfloat16"), random_tokens(2, 40)
         self.assertEqual(engine.weights["delta.a_log"].dtype, jnp.float32)
         self.assertEqual(engine.weights["delta.qkvz_proj"].dtype, jnp.bfloat16)
-        errors = relative_errors(engine.logits(tokens), self.load().logits(tokens))
+        errors = relative_errors(engine.logits(tokens), self.load("next").logits(tokens))
         self.assertLess(np.median(errors), 0.1)
         self.assertLen(engine.generate([5, 6, 7], max_new_tokens=5, ignore_eos=True)[0].tokens, 5)
 
     @pytest.mark.slow
     def test_a_decay_that_is_off_is_noticed(self):
-        engine, model, tokens = self.load(), self.reference(), random_tokens(1, 40)
+        engine, model, tokens = self.load("next"), self.reference("next"), random_tokens(1, 40)
         with torch.no_grad():
             model.model.layers[0].linear_attn.A_log[0] += 0.01
             expected = model(torch.as_tensor(tokens)).logits.numpy()
         self.assertGreater(relative_errors(engine.logits(tokens), expected).max(), RELATIVE_ERROR)
 
 
-class CacheTest(Qwen3NextTestCase):
+class CacheTest(absltest.TestCase):
     def test_a_row_that_rests_keeps_its_state_bit_for_bit(self):
         cache = empty_cache(TWO_LAYERS, 2, 32, jnp.dtype("float32"))
         cache = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.5), cache)
@@ -129,7 +102,7 @@ def compiled_chunk(
     return lowered.compile(AS_USERS_COMPILE)
 
 
-class MemoryTest(Qwen3NextTestCase):
+class MemoryTest(absltest.TestCase):
     @parameterized.parameters(1, 3)
     @pytest.mark.slow
     def test_a_decode_step_does_not_copy_the_states(self, batch):

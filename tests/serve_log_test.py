@@ -77,7 +77,7 @@ class LogTest(absltest.TestCase):
             server.get("/health")
             server.get("/metrics")
             wait_until(lambda: "four" in log.getvalue(), "the last line")
-        one, two, three, four = log.getvalue().splitlines()
+        one, two, three, four, _ = log.getvalue().splitlines()  # last, that it stops
         num_prompt = len(ENGINE.tokenizer.encode("the fox"))
         for line, name in ((one, "one"), (two, "two")):
             self.assertRegex(

@@ -25,7 +25,7 @@ from moejax.serving.server import (
     _bind,
     _ConnectionLimits,
     _Connections,
-    _LimitedServer,
+    _Server,
     _uvicorn_config,
 )
 from moejax.text.tokenizer import Tokenizer
@@ -124,7 +124,9 @@ def served(
     )  # fmt: skip
     with contextlib.closing(_bind("127.0.0.1", 0)) as listening:
         connections = _Connections(limits)
-        server = _LimitedServer(_uvicorn_config(api.application(), connections), connections)
+        server = _Server(
+            _uvicorn_config(api.application(), connections), batcher, connections, WAIT_S
+        )
         thread = threading.Thread(target=server.run, args=([listening],))
         batcher.start()
         thread.start()

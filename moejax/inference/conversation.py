@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ def read_turns() -> _Turns | None:
         return _Turns(_typed_lines(), True)
     lines = _piped_lines()
     first = next(lines, None)
-    return None if first is None else _Turns(_after(first, lines), False)
+    return None if first is None else _Turns(itertools.chain([first], lines), False)
 
 
 def converse(turns: _Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: Answer) -> None:
@@ -132,8 +133,3 @@ def _piped_lines() -> Iterator[str]:
             raise MoejaxError(f"standard input is not UTF-8 in line {number}") from error
         if text.strip():
             yield text
-
-
-def _after(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest

@@ -44,14 +44,6 @@ class Scored(NamedTuple):
     is_greedy: bool  # whether each of its tokens is the model's likeliest
     num_tokens: int
 
-    def _and_then(self, following: "Scored") -> "Scored":
-        """Adds the score of a text that follows this one."""
-        return Scored(
-            self.log_likelihood + following.log_likelihood,
-            self.is_greedy and following.is_greedy,
-            self.num_tokens + following.num_tokens,
-        )
-
 
 class _Places(NamedTuple):
     """Positions and targets to look up in a batch of rows, and results so far; donated."""
@@ -204,7 +196,11 @@ class PairScorer:
                 owner = owners[window]
                 if not math.isfinite(scored.log_likelihood):
                     raise MoejaxError(f"pair {owner}: {self._runner.not_finite()}")
-                totals[owner] = totals[owner]._and_then(scored)
+                total, is_greedy, num_tokens = totals[owner]
+                totals[owner] = Scored(
+                    total + scored.log_likelihood, is_greedy and scored.is_greedy,
+                    num_tokens + scored.num_tokens,
+                )  # fmt: skip
                 left[owner] -= 1
                 finished += not left[owner]
             on_done(finished)
@@ -269,7 +265,8 @@ class PairScorer:
             if not same or len(same[-1].wanted) == MAX_ALTERNATIVES:
                 same.append(_Row(whole[:-1], []))
             same[-1].wanted.append((index, continuation))
-        ordered = sorted((row for same in rows.values() for row in same), key=_by_length)
+        ordered = [row for same in rows.values() for row in same]
+        ordered.sort(key=lambda row: (-len(row.inputs), row.inputs))
         for first in range(0, len(ordered), batch_size):
             yield ordered[first : first + batch_size]
 
@@ -300,10 +297,6 @@ class PairScorer:
                 last = slice(num_places - len(wanted), None)
                 total, greedy = float(scores[i, last, n].sum()), bool(likeliest[i, last, n].all())
                 yield index, Scored(total, greedy, len(wanted))
-
-
-def _by_length(row: _Row) -> tuple[int, tuple[int, ...]]:
-    return -len(row.inputs), row.inputs
 
 
 def _token_windows(

@@ -166,10 +166,8 @@ class Recorder:
 
     def begin(self, batch: int) -> None:
         """Begins `batch` new sequences, to which the following calls belong."""
-        self._first_sequence, self._next_sequence = (
-            self._next_sequence,
-            self._next_sequence + batch,
-        )
+        self._first_sequence = self._next_sequence
+        self._next_sequence += batch
 
     def add(self, recorded: Recorded, *, is_decode: bool) -> None:
         """Adds a call; when it decodes, each token of a sequence is a step of its own."""

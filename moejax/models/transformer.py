@@ -350,33 +350,34 @@ class Transformer(nnx.Module):
           the M sparse layers in front.
         """
         angles = model_angles(self.config, positions, lengths)
-        x, carry, records = self._embedded(tokens), experts.init(), []
-        for index in layer_indices(self.config):
-            x, carry, record = self._layer(x, index, angles, token_mask, attend, experts, carry)
-            if index.is_sparse:
-                records.append(record)
-        return x, carry, _stacked(records)
+        every, x = layer_indices(self.config), self._embedded(tokens)
+        return self._some_layers(x, every, angles, token_mask, attend, experts, experts.init())
 
-    def _layer(
+    def _some_layers(
         self,
         x: jax.Array,
-        index: LayerIndex,
+        indices: Iterable[LayerIndex],
         angles: Angles,
         token_mask: jax.Array,
         attend: AttentionFn,
         experts: Experts,
         carry: Any,
     ) -> tuple[jax.Array, Any, Any]:
-        """Runs [B, T, D] through one layer."""
-        x = x + self.mix(self.mix_norm(x, index), index, angles, token_mask, attend)
-        attended = None
-        if index.is_sparse and isinstance(attend, CachedAttention):
-            attended = attend.take_attended()
-            if attended is not None and isinstance(self.attention, Attention):
-                attended = attended._replace(axis=self.attention.axis)
-        out, carry, record = self.mlp_block(x, index, token_mask, experts, carry, attended)
-        x = x + out
-        return rounded(x) if x.shape[1] > 1 or self._is_for_cpu else x, carry, record
+        """Runs [B, T, D] through some layers; returns carry and records, as `layers`."""
+        records = []
+        for index in indices:
+            x = x + self.mix(self.mix_norm(x, index), index, angles, token_mask, attend)
+            attended = None
+            if index.is_sparse and isinstance(attend, CachedAttention):
+                attended = attend.take_attended()
+                if attended is not None and isinstance(self.attention, Attention):
+                    attended = attended._replace(axis=self.attention.axis)
+            out, carry, record = self.mlp_block(x, index, token_mask, experts, carry, attended)
+            x = x + out
+            x = rounded(x) if x.shape[1] > 1 or self._is_for_cpu else x
+            if index.is_sparse:
+                records.append(record)
+        return x, carry, _stacked(records)
 
     def __call__(
         self,
@@ -460,12 +461,10 @@ class Transformer(nnx.Module):
             attend = self.attention_of(
                 cache, positions, spec, token_mask, experts.observes_attention
             )
-            records = []
-            for index in indices:
-                x, carry, record = self._layer(x, index, angles, token_mask, attend, experts, carry)
-                if index.is_sparse:
-                    records.append(record)
-            return (x, attend.cache, carry), _stacked(records)
+            x, carry, records = self._some_layers(
+                x, indices, angles, token_mask, attend, experts, carry
+            )
+            return (x, attend.cache, carry), records
 
         def one_pass(carried: Any, number: jax.Array) -> tuple[Any, Any]:
             turns = range(loop.num_turns)

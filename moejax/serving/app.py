@@ -77,19 +77,15 @@ class _Bodies:
             raise ApiError(said, status=415, code="unsupported_media_type")
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                await self._receive(http, body)
-        except TimeoutError:
-            self._give_back(body)
-            said = f"the body did not come within {BODY_SECONDS:g} s"
-            raise ApiError(said, status=408, code="body_too_slow") from None
-        except BaseException:
-            self._give_back(body)
-            raise
-        try:
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    await self._receive(http, body)
+            except TimeoutError:
+                said = f"the body did not come within {BODY_SECONDS:g} s"
+                raise ApiError(said, status=408, code="body_too_slow") from None
             yield bytes(body)
         finally:
-            self._give_back(body)
+            self._room += _counted(len(body))
 
     async def _receive(self, http: HttpRequest, body: bytearray) -> None:
         limit = self._most_bytes
@@ -106,9 +102,6 @@ class _Bodies:
                 raise too_long
             if _counted(len(body)) and self._room < 0:
                 raise unavailable("too many long bodies are being read")
-
-    def _give_back(self, body: bytearray) -> None:
-        self._room += _counted(len(body))
 
     async def parse(self, body: bytes, read: Callable[[bytes], _T]) -> _T:
         """Reads a body with `read`, in a thread."""

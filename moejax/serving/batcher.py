@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from moejax.engine import Engine
 from moejax.errors import MoejaxError, print_stderr
@@ -28,12 +27,6 @@ LEDGER_S = 1.0  # between two readings of the ledger, which wait for the device
 RESERVE = 4  # this part of the queue's limit is kept beyond it for clients of whom nothing waits
 
 
-_K = TypeVar("_K")
-
-
-_V = TypeVar("_V")
-
-
 class _FairQueue:
     """Queue in which no client waits for all rows of another.
 
@@ -42,9 +35,8 @@ class _FairQueue:
     """
 
     def __init__(self) -> None:
-        # Whose turn is next stands first; a key that is put back goes to the end.
-        self._clients: dict[str, dict[int, collections.deque[Row]]] = {}
-        self._num_requests = 0
+        # Clients, their requests, rows of those; whose turn is next stands first.
+        self._clients: dict[str, collections.deque[collections.deque[Row]]] = {}
         self._num_rows = 0
 
     def __len__(self) -> int:
@@ -56,20 +48,20 @@ class _FairQueue:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Adds the rows of one request, at least one, all of one client."""
-        requests = self._clients.setdefault(rows[0].client, {})
-        requests[self._num_requests] = collections.deque(rows)
-        self._num_requests += 1
+        requests = self._clients.setdefault(rows[0].client, collections.deque())
+        requests.append(collections.deque(rows))
         self._num_rows += len(rows)
 
     def take(self, count: int) -> list[Row]:
         """Removes the next rows, at most `count`."""
         taken: list[Row] = []
         while self._clients and len(taken) < count:
-            client, requests = _pop_first(self._clients)
-            request, rows = _pop_first(requests)
+            client = next(iter(self._clients))
+            requests = self._clients.pop(client)
+            rows = requests.popleft()
             taken.append(rows.popleft())
             if rows:
-                requests[request] = rows
+                requests.append(rows)
             if requests:
                 self._clients[client] = requests
         self._num_rows -= len(taken)
@@ -78,19 +70,11 @@ class _FairQueue:
     def drop(self, is_over: Callable[[Row], bool]) -> None:
         """Removes the rows that are over; turns stay as they are."""
         for client, requests in list(self._clients.items()):
-            for request, rows in list(requests.items()):
-                kept = collections.deque(row for row in rows if not is_over(row))
-                self._num_rows -= len(rows) - len(kept)
-                requests[request] = kept
-                if not kept:
-                    del requests[request]
-            if not requests:
+            kept = [collections.deque(row for row in rows if not is_over(row)) for rows in requests]
+            self._num_rows -= sum(map(len, requests)) - sum(map(len, kept))
+            self._clients[client] = collections.deque(filter(None, kept))
+            if not self._clients[client]:
                 del self._clients[client]
-
-
-def _pop_first(of: dict[_K, _V]) -> tuple[_K, _V]:
-    key = next(iter(of))
-    return key, of.pop(key)
 
 
 class Batcher:

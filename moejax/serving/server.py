@@ -196,12 +196,21 @@ class _LimitedProtocol(H11Protocol):
             timer.cancel()
 
 
-class _LimitedServer(uvicorn.Server):
-    """Server of uvicorn that accepts a connection when it is sure to have a descriptor for it."""
+_LATE_S = 2.0  # after the grace, to tell the clients
+_COMPILES_S = 1.0  # as long as a program may compile before those that wait for it are told
 
-    def __init__(self, config: uvicorn.Config, connections: _Connections):
+
+class _Server(uvicorn.Server):
+    """Accepts a connection when it is sure to have a descriptor for it.
+
+    At the end running answers get a grace to finish.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, batcher: Batcher, connections: _Connections, grace_s: float
+    ):
         super().__init__(config)
-        self._connections = connections
+        self._batcher, self._connections, self._grace_s = batcher, connections, grace_s
         self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -210,11 +219,31 @@ class _LimitedServer(uvicorn.Server):
         self._accepting = [asyncio.create_task(self._accept(one)) for one in sockets or ()]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts no more, and lets requests end; uvicorn calls it."""
+        """Accepts no more, lets answers go on for the grace, then cuts them; uvicorn calls it."""
+        if self._batcher.load_error is None:
+            print_stderr(f"stopping: answers may go on for {self._grace_s:g} s")
+        self._batcher.drain()
+        late = asyncio.create_task(self._end_late())
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
         await super().shutdown(sockets)
+        late.cancel()
+        self._batcher.cut()
+
+    async def _end_late(self) -> None:
+        """Ends requests after the grace, or when one program has compiled for a while."""
+        loop, was_compiling = asyncio.get_running_loop(), False
+        until = loop.time() + self._grace_s
+        while (left := until - loop.time()) > 0:
+            is_compiling = self._batcher.is_compiling
+            if is_compiling and was_compiling:
+                break
+            was_compiling = is_compiling
+            await asyncio.sleep(min(left, _COMPILES_S))
+        self._batcher.cut()
+        await asyncio.sleep(_LATE_S)
+        self._connections.end(unavailable(ENDING))  # whose bodies do not come, or are not read
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -248,46 +277,6 @@ def _most_connections(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY:
         return wanted
     return max(1, min(wanted, soft - others))
-
-
-_LATE_S = 2.0  # after the grace, to tell the clients
-_COMPILES_S = 1.0  # as long as a program may compile before those that wait for it are told
-
-
-class _Server(_LimitedServer):
-    """The server; at its end running answers get a grace to finish."""
-
-    def __init__(
-        self, config: uvicorn.Config, batcher: Batcher, connections: _Connections, grace_s: float
-    ):
-        super().__init__(config, connections)
-        self._batcher = batcher
-        self._grace_s = grace_s
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets answers go on for the grace, then cuts them; uvicorn calls it."""
-        if self._batcher.load_error is None:
-            said = f"stopping: answers may go on for {self._grace_s:g} s"
-            print_stderr(said)
-        self._batcher.drain()
-        late = asyncio.create_task(self._end_late())
-        await super().shutdown(sockets)
-        late.cancel()
-        self._batcher.cut()
-
-    async def _end_late(self) -> None:
-        """Ends requests after the grace, or when one program has compiled for a while."""
-        loop, was_compiling = asyncio.get_running_loop(), False
-        until = loop.time() + self._grace_s
-        while (left := until - loop.time()) > 0:
-            is_compiling = self._batcher.is_compiling
-            if is_compiling and was_compiling:
-                break
-            was_compiling = is_compiling
-            await asyncio.sleep(min(left, _COMPILES_S))
-        self._batcher.cut()
-        await asyncio.sleep(_LATE_S)
-        self._connections.end(unavailable(ENDING))  # whose bodies do not come, or are not read
 
 
 def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> None:
