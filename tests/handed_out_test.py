@@ -1,7 +1,6 @@
 """Experts handed out whole, or in shares, to the devices of a mesh: it answers as one does."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from moejax.weights.shares import Shares, shares_of
 from tests import slow
 from tests.buddy_profiles import random_profile
 from tests.folder_case import FolderTestCase
-from tests.mesh_test import CONFIGS, PROMPTS, QWEN, TOKENS, Packed
+from tests.mesh_test import CONFIGS, QWEN, TOKENS, MeshTestCase, Packed
 from tests.quantized_stores import Fp8, Gptq, Plain
 
 # One group of 48, which no mesh cuts.
@@ -33,7 +32,6 @@ NARROW = dataclasses.replace(
     QWEN, expert_dim=48, num_experts=12, num_layers=2, moe_layers=(0, 1)
 )  # fmt: skip
 ONE_LAYER = dataclasses.replace(NARROW, num_layers=1, moe_layers=(0,))
-HOW: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
 
 
 class PlacementTest(parameterized.TestCase):
@@ -76,22 +74,7 @@ class PlacementTest(parameterized.TestCase):
             self.assertLess(carried.max(), 1.05 * carried.mean())
 
 
-class HandedOutTest(FolderTestCase):
-    def load(self, **how: Any) -> Engine:
-        engine = Engine.from_pretrained(
-            self.directory, dtype="float32", platform="cpu", progress=False, **how
-        )
-        self.addCleanup(engine.close)
-        return engine
-
-    def assert_close_logits(self, one: Engine, other: Engine) -> None:
-        expected, found = one.logits(TOKENS), other.logits(TOKENS)
-        self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
-
-    def assert_equal_answers(self, one: Engine, other: Engine) -> None:
-        answers = [[a.tokens for a in engine.generate(PROMPTS, **HOW)] for engine in (one, other)]
-        self.assertEqual(*answers)
-
+class HandedOutTest(MeshTestCase):
     @parameterized.parameters(
         (("narrow", "int4", "8,experts"),),  # more devices than groups; hot ones have copies
         (("narrow", "plain", "4,experts+2"),),

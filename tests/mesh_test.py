@@ -139,7 +139,12 @@ def fuse_experts(directory: Path) -> None:
     save_file(tensors, path)
 
 
-class MeshTest(FolderTestCase):
+HOW: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
+
+
+class MeshTestCase(FolderTestCase):
+    """Engines of the checkpoint in `directory`, which should answer alike."""
+
     def load(self, **how: Any) -> Engine:
         engine = Engine.from_pretrained(
             self.directory, dtype="float32", platform="cpu", progress=False, **how
@@ -147,6 +152,16 @@ class MeshTest(FolderTestCase):
         self.addCleanup(engine.close)
         return engine
 
+    def assert_close_logits(self, one: Engine, other: Engine) -> None:
+        expected, found = one.logits(TOKENS), other.logits(TOKENS)
+        self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
+
+    def assert_equal_answers(self, one: Engine, other: Engine) -> None:
+        answers = [[a.tokens for a in engine.generate(PROMPTS, **HOW)] for engine in (one, other)]
+        self.assertEqual(*answers)
+
+
+class MeshTest(MeshTestCase):
     # Answers of a mesh: handed_out_test.py.
     @slow.where(lambda case: case != ("small", "plain", "2,heads"))
     @parameterized.product(
@@ -179,15 +194,9 @@ class MeshTest(FolderTestCase):
         else:
             stores()[form](CONFIGS[kind]).write(self.directory)
         one, several = self.load(), self.load(mesh=mesh)
-        expected, found = one.logits(TOKENS), several.logits(TOKENS)
-        self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
-        how: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
+        self.assert_close_logits(one, several)
         if kind != "small":  # which always runs, and compiles as little as may be
-            answers = [
-                [answer.tokens for answer in engine.generate(PROMPTS, **how)]
-                for engine in (one, several)
-            ]
-            self.assertEqual(*answers)
+            self.assert_equal_answers(one, several)
         targets, lengths = np.roll(TOKENS, -1, axis=1), np.full(2, TOKENS.shape[1])
         scores = [engine.score(TOKENS, lengths, targets) for engine in (one, several)]
         np.testing.assert_allclose(*scores, rtol=1e-5)
@@ -327,14 +336,9 @@ class MeshTest(FolderTestCase):
         how: dict[str, Any] = {"slots": {"limits": Limits(slots=2)}, "tiers": {"policy": tiers}}
         how = how.get(where, {})
         one, several = self.load(**how), self.load(**how, mesh=mesh)
-        expected, found = one.logits(TOKENS), several.logits(TOKENS)
-        self.assertLess(np.abs(found - expected).max() / np.abs(expected).max(), 1e-5)
+        self.assert_close_logits(one, several)
         if case != ("mxfp4", 2, "resident"):
-            answers = [
-                [answer.tokens for answer in engine.generate(PROMPTS, max_new_tokens=8)]
-                for engine in (one, several)
-            ]
-            self.assertEqual(*answers)
+            self.assert_equal_answers(one, several)
         whole, down = one.weights["moe.gate_up_bias"], several.weights["moe.down_bias"]
         self.assertLess(several.weights["moe.gate_up_bias"].shape[-1], whole.shape[-1])
         self.assertFalse(np.any(down[len(whole) :]))

@@ -1,4 +1,4 @@
-"""Chunks, the cache and its memory, retraces, transfers: how a runner comes to its answers."""
+"""Chunks, the cache and its memory, retraces, transfers, whole calls: how a runner answers."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,8 @@ from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner, Session
 from moejax.models import kv_cache as cache
 from moejax.models.shapes import SHAPES
-from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
+from tests.cached_runners import QWEN, cached_runner
+from tests.tiny_engine import VOCAB_SIZE, answers, load_tiny_engine
 
 CONTEXT = 256
 ENGINE: Engine
@@ -394,3 +395,50 @@ class TransferTest(parameterized.TestCase):
                 array.tolist()
             np.asarray(array)
         self.assertEqual(reads, [(3,)])
+
+
+class WholeCallsTest(parameterized.TestCase):
+    @pytest.mark.slow
+    def test_steps_that_were_not_asked_for_change_nothing(self):
+        prompts = [random_tokens(20).tolist(), random_tokens(9).tolist()]
+        how = {"temperature": 0.8, "top_k": 50, "repetition_penalty": 1.2, "seed": 3}
+        found = []
+        for whole in (False, True):
+            serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=whole)
+            session = start(serving, prompts, **how)
+            emitted = [np.asarray(serving.decode(session, n, 8)) for n in (3, 8, 1, 5)]
+            state = session.state
+            keys = jax.random.key_data(state.keys)
+            found.append((emitted, state.tokens, state.positions, state.done, keys, state.seen))
+        jax.tree.map(np.testing.assert_array_equal, *found)
+        counts = [(np.asarray(part) >= 0).sum(axis=1).tolist() for part in found[1][0]]
+        self.assertEqual(counts, [[n, n] for n in (3, 8, 1, 5)])
+
+    @pytest.mark.slow
+    def test_rows_that_rest_are_no_steps_of_the_ledger(self):
+        runner, memory = cached_runner(None, (16,), (4,))
+        runner._whole_calls = True
+        prompts = [random_tokens(7).tolist(), random_tokens(5).tolist()]
+        session = start(runner, prompts, 64)
+        first = memory.read_counters().total("steps")
+        self.assertEqual(first, QWEN.num_layers)
+        runner.decode(session, 3, 8)  # five steps more pad the call
+        self.assertEqual(memory.read_counters().total("steps") - first, 3 * QWEN.num_layers)
+        state = session.state._replace(done=np.asarray([True, False]))
+        session.state = jax.device_put(state, runner.device)
+        runner.decode(session, 2, 8)
+        self.assertEqual(memory.read_counters().total("steps") - first, 5 * QWEN.num_layers)
+        state = session.state._replace(done=np.ones(2, bool))
+        session.state = jax.device_put(state, runner.device)
+        runner.decode(session, 8, 8)
+        self.assertEqual(memory.read_counters().total("steps") - first, 5 * QWEN.num_layers)
+
+    @pytest.mark.slow
+    def test_an_answer_of_which_much_would_be_waste_is_not_run_whole(self):
+        serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=True)
+        for num_new, expected in ((2, False), (4, False), (17, True), (20, True)):
+            serving.programs._programs.clear()
+            [answer] = answers(serving, [random_tokens(12).tolist()], 64, num_new, per_call=4)
+            self.assertLen(answer, num_new)
+            (key,) = (key for key in serving.programs._programs if key[0] is steps.decode)
+            self.assertEqual(key[1][-1], expected, num_new)
