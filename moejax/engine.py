@@ -97,10 +97,7 @@ class Engine:
         """Makes an engine from weights on the device; `from_pretrained` reads them.
 
         Args:
-          weights: flat dict of layer-stacked leaves.
-          eos_ids: tokens that end an answer.
           device: None for JAX's default one.
-          context: cache length of every call, or 0.
           kernels: kernels for packed weights; None for the device's.
           memory: holds the experts if `weights` lack them (`moejax.experts`).
           defaults: fields of `GenerationSettings` in place of its own defaults.

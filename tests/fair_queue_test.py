@@ -3,7 +3,7 @@
 import dataclasses
 import random
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.turns import MOST_PASSED, PromptTurns
@@ -31,29 +31,25 @@ def taken(queue: _FairQueue, count: int) -> list[str]:
     return [f"{one.client}{one.index}" for one in queue.take(count)]
 
 
-class FairQueueTest(absltest.TestCase):
-    def test_rows_of_one_request_keep_their_order(self):
-        queue = filled(a=[5])
-        self.assertLen(queue, 5)
-        self.assertEqual(taken(queue, 3), ["a0", "a1", "a2"])
-        self.assertEqual(taken(queue, 3), ["a3", "a4"])
-        self.assertEqual(taken(queue, 3), [])
-        self.assertEmpty(queue)
+class FairQueueTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("a_request_s_order", {"a": [5]}, ["a0 a1 a2", "a3 a4", ""]),
+        ("clients", {"a": [100], "b": [1], "c": [3]}, ["a0 b0 c0 a1", "c1 a2 c2 a3"]),
+        ("clients_of_many_requests", {"a": [1] * 20, "b": [4]}, ["a0 b0 a1 b1 a2 b2"]),
+        # Seeds 0 to 49, 50, 51 and 52.
+        ("requests", {"a": [50, 1, 2]}, ["a0 a50 a51 a1 a52"]),
+    )
+    def test_turns(self, requests, expected):
+        queue = filled(**requests)
+        for turns in expected:
+            self.assertEqual(" ".join(taken(queue, max(3, len(turns.split())))), turns)
+        self.assertLen(queue, sum(map(sum, requests.values())) - len(" ".join(expected).split()))
 
-    def test_clients_take_turns_from_batch_to_batch(self):
-        queue = filled(a=[100], b=[1], c=[3])
-        self.assertEqual(taken(queue, 4), ["a0", "b0", "c0", "a1"])
-        self.assertEqual(taken(queue, 4), ["c1", "a2", "c2", "a3"])
+    def test_a_client_that_comes_has_its_turn(self):
+        queue = filled(a=[100], c=[3])
+        taken(queue, 3)
         queue.add([row("d")])
-        self.assertIn("d0", taken(queue, 2))
-
-    def test_a_client_gets_no_more_turns_for_more_requests(self):
-        queue = filled(a=[1] * 20, b=[4])
-        self.assertEqual(taken(queue, 6), ["a0", "b0", "a1", "b1", "a2", "b2"])
-
-    def test_requests_of_a_client_take_turns(self):
-        queue = filled(a=[50, 1, 2])  # seeds 0 to 49, 50, 51 and 52
-        self.assertEqual(taken(queue, 5), ["a0", "a50", "a51", "a1", "a52"])
+        self.assertIn("d0", taken(queue, 3))
 
     def test_what_is_over_goes_and_nobody_loses_a_turn(self):
         queue = filled(a=[2], b=[2, 1], c=[1])

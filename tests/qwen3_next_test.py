@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 from moejax.inference import steps
 from moejax.models.config import DeltaConfig, ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.kv_cache import KVCache, empty_cache
+from moejax.models.kv_cache import empty_cache
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from tests import tiny_engine
 from tests.cached_runners import random_weights as pooled_weights
@@ -82,33 +82,27 @@ class CacheTest(absltest.TestCase):
             self.assertTrue(np.any(new[:, 1] != old[:, 1]))
 
 
-def long_cache(config: ModelConfig, num_slots: int, batch: int = 1) -> KVCache:
-    return empty_cache(config, batch, num_slots, jnp.dtype("float32"))
-
-
-def compiled_chunk(
-    config: ModelConfig, size: int, num_slots: int, batch: int = 1
-) -> jax.stages.Compiled:
-    """A chunk of a prompt that is not its first, or of one token, of abstract arrays."""
+def compiled_token(config: ModelConfig, batch: int) -> jax.stages.Compiled:
+    """A chunk of one token, of abstract arrays."""
     array, f32, i32 = jax.ShapeDtypeStruct, jnp.dtype("float32"), jnp.dtype("int32")
     weights = {n: array(s, leaf_dtype(n, f32)) for n, s in weight_shapes(config).items()}
-    cache = jax.eval_shape(functools.partial(long_cache, config, num_slots, batch))
-    spec = ChunkSpec(num_slots, False, "block", "xla")
+    cache = jax.eval_shape(lambda: empty_cache(config, batch, 64, f32))
+    spec = ChunkSpec(64, False, "block", "xla")
     step = functools.partial(steps.prefill_chunk, steps.StepProgram(model_definition(config)), spec)
     state = steps.PrefillState(cache, array((batch, config.model_dim), f32))
-    chunk = steps.TokenChunk(array((batch, size), i32), array((), i32), array((batch,), i32))
+    chunk = steps.TokenChunk(array((batch, 1), i32), array((), i32), array((batch,), i32))
     inputs = steps.StepInputs(weights, None)
     lowered = jax.jit(step, donate_argnums=0).lower(state, None, inputs, chunk)
     return lowered.compile(AS_USERS_COMPILE)
 
 
-class MemoryTest(absltest.TestCase):
+class MemoryTest(parameterized.TestCase):
     @parameterized.parameters(1, 3)
     @pytest.mark.slow
     def test_a_decode_step_does_not_copy_the_states(self, batch):
         of = dataclasses.replace(TWO_LAYERS.delta_net, layers=(0, 1))
         config = dataclasses.replace(TWO_LAYERS, num_layers=3, moe_layers=(0, 1, 2), delta_net=of)
-        states, text = f"f32[2,{batch},4,16,16]", compiled_chunk(config, 1, 64, batch).as_text()
+        states, text = f"f32[2,{batch},4,16,16]", compiled_token(config, batch).as_text()
         self.assertIn(states, text)
         copies = [line for line in text.splitlines() if f"= {states}" in line and "copy(" in line]
         self.assertEmpty(copies)

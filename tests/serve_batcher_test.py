@@ -134,24 +134,6 @@ class QueueTest(absltest.TestCase):
 
 
 class CancelTest(absltest.TestCase):
-    def test_a_stream_that_is_left_ends_and_its_neighbour_goes_on(self):
-        expected = ENGINE.generate(["the quick"], max_new_tokens=60)[0]
-        with served(ENGINE) as server, slow_steps(ENGINE, 0.01), held_steps() as gate:
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                neighbour = pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 60})
-                wait_until(lambda: server.value("moejax_running") == 1, "the first")
-                gate.set()
-                left = begin(server, stream=True)
-                answer = left.getresponse()
-                self.assertStartsWith(answer.readline().decode(), "data: {")
-                answer.close()
-                left.close()
-                wait_until(lambda: outcomes(server, "cancelled") == 1, "it is counted")
-                status, said, _ = neighbour.result()
-            wait_until(lambda: server.value("moejax_running") == 0, "nothing runs")
-            self.assertEqual((status, said["choices"][0]["text"]), (200, expected.text))
-            self.assertLess(server.value("moejax_generated_tokens_total"), 60 + 150)
-
     def test_a_row_of_a_batch_is_freed_and_the_others_are_not_touched(self):
         expected = ENGINE.generate(["the quick"], max_new_tokens=100)[0]
         runner = ENGINE._runner
@@ -168,6 +150,7 @@ class CancelTest(absltest.TestCase):
             first.getresponse().read()
             left.getresponse().readline()
             left.close()
+            wait_until(lambda: outcomes(server, "cancelled") == 1, "it is counted")
             wait_until(lambda: server.value("moejax_running") == 1, "one row is free")
             said = json.loads(stays.getresponse().read())
             self.assertEqual(said["choices"][0]["text"], expected.text)

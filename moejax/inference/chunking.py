@@ -80,11 +80,6 @@ class PlannedSizes:
             return cls(chunk=run.chunk)
         return cls(run.batch, run.context, run.chunk, run.num_pages)
 
-    @property
-    def _prefill_tokens(self) -> int:
-        """Tokens of a prefill step; prompts of a running batch come one by one."""
-        return self.chunk * (1 if self.pages else self.batch)
-
     def check(self, batch: int, cache_length: int, pages: Pages | None = None) -> None:
         """Raises MoejaxError for a call that exceeds the plan; `pages`: of a running batch."""
         is_running = pages is not None
@@ -160,7 +155,9 @@ def longest_chunk(
       stores_scores: False where attention takes no memory for them; a chunk whose tokens B T are at
         most `MAX_PREFILL_TOKENS` is then as good.
     """
-    most_tokens = planned._prefill_tokens if planned else 0
+    most_tokens = 0
+    if planned:  # prompts of a running batch come one by one
+        most_tokens = planned.chunk * (1 if planned.pages else planned.batch)
     row = 4 * batch_size * config.num_heads * cache_length
 
     def fits(length: int) -> bool:
