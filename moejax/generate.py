@@ -77,10 +77,7 @@ def _generate(config: GenerateConfig, values: flags.FlagValues) -> None:
 
 
 def _answer(
-    config: GenerateConfig,
-    values: flags.FlagValues,
-    prompts: list[str],
-    turns: Any,
+    config: GenerateConfig, values: flags.FlagValues, prompts: list[str], turns: Any
 ) -> None:
     """Loads the model and answers, as `_generate`."""
     engine = load_engine(config, max(1, len(prompts)))
@@ -166,11 +163,7 @@ def _print_answers(
 
 
 def _close(
-    engine: "Engine",
-    request: dict[str, Any],
-    timing: "Timing",
-    prompt_tokens: int,
-    new_tokens: int,
+    engine: "Engine", request: dict[str, Any], timing: "Timing", prompt_tokens: int, new_tokens: int
 ) -> None:
     from moejax.inference.generation import describe_defaults
 

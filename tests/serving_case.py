@@ -21,13 +21,7 @@ from moejax.inference.generation import GenerationSettings
 from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher
 from moejax.serving.metrics import Metrics
-from moejax.serving.server import (
-    _bind,
-    _ConnectionLimits,
-    _Connections,
-    _Server,
-    _uvicorn_config,
-)
+from moejax.serving.server import _bind, _ConnectionLimits, _Connections, _Server, _uvicorn_config
 from moejax.text.tokenizer import Tokenizer
 from tests.tiny_engine import load_tiny_engine
 

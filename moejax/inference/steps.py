@@ -19,12 +19,7 @@ from flax import nnx
 
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows
-from moejax.inference.recorder import (
-    Recorded,
-    RecordingExperts,
-    RecordSpec,
-    recorded_of,
-)
+from moejax.inference.recorder import Recorded, RecordingExperts, RecordSpec, recorded_of
 from moejax.models.config import ModelConfig, Pages
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.moe import Experts, ResidentExperts

@@ -207,11 +207,7 @@ def cache_shape(config: ModelConfig, batch_size: int, length: int) -> tuple[int,
 
 
 def empty_cache(
-    config: ModelConfig,
-    batch_size: int,
-    length: int,
-    dtype: jnp.dtype,
-    pages: Pages | None = None,
+    config: ModelConfig, batch_size: int, length: int, dtype: jnp.dtype, pages: Pages | None = None
 ) -> KVCache:
     """Allocates zeros for `batch_size` sequences of up to `length` positions, perhaps in pages."""
     table, shape = None, cache_shape(config, batch_size, length)
