@@ -1,7 +1,6 @@
 """Connections by raw sockets: limits, times, two lengths; who may ask, and from where."""
 
 import contextlib
-import http.client
 import json
 import socket
 import subprocess
@@ -280,12 +279,9 @@ def asked() -> dict[str, Any]:
 
 def options(server: Served, origin: str) -> tuple[int, dict[str, str]]:
     """Answers the question that a browser asks before a page's request."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-    with contextlib.closing(connection):
-        headers = {
-            "Origin": origin, "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
-        }  # fmt: skip
-        connection.request("OPTIONS", "/v1/completions", headers=headers)
-        answer = connection.getresponse()
-        return answer.status, {k.lower(): v for k, v in answer.headers.items()}
+    asked = {
+        "Origin": origin, "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+    }  # fmt: skip
+    status, _, headers = server.ask("OPTIONS", "/v1/completions", None, asked)
+    return status, {name.lower(): value for name, value in headers.items()}

@@ -72,7 +72,7 @@ class LogTest(absltest.TestCase):
             bodies = (BODY, {**BODY, "stream": True}, {**BODY, "prompt": ""})
             for request_id, body in zip(ids, bodies, strict=False):
                 headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-                server.post_text("/v1/completions", json.dumps(body).encode(), headers)
+                server.ask("POST", "/v1/completions", json.dumps(body).encode(), headers)
             server.get("/nothing%0Ahere%1B", **{"X-Request-Id": "four"})
             server.get("/health")
             server.get("/metrics")

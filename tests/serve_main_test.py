@@ -293,7 +293,7 @@ class DocsTest(parameterized.TestCase):
                 kind = {"Content-Type": "application/x-www-form-urlencoded"}  # curl's own
                 headers = {**kind, **dict(header.split(": ", 1) for header in given.H)}
                 path = "/" + given.url.split("/", 3)[3]
-                status, said = server.post_text(path, given.d.encode(), headers)
+                status, said, _ = server.ask("POST", path, given.d.encode(), headers)
                 self.assertEqual(status, 200, (place, words, said))
                 self.assertNotIn("error", said)
 

@@ -64,32 +64,28 @@ class Served:
         url = f"http://127.0.0.1:{self.port}/v1"
         return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT_S)
 
+    def ask(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, str, dict[str, str]]:
+        """Status, text and headers of a request, a stream's too."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), dict(answer.headers)
+
     def post(
         self, path: str, body: bytes | dict[str, Any], **more: str
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, JSON and headers of a request; `more` are headers of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        with contextlib.closing(connection):
-            sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request("POST", path, sent, {"Content-Type": "application/json", **more})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read()), dict(answer.headers)
-
-    def post_text(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
-        """Status and text of a request with these headers, a stream's too."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        with contextlib.closing(connection):
-            connection.request("POST", path, body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        given = {"Content-Type": "application/json", **more}
+        status, text, headers = self.ask("POST", path, sent, given)
+        return status, json.loads(text), headers
 
     def get(self, path: str, **headers: str) -> tuple[int, str]:
         """Status and text."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        with contextlib.closing(connection):
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
+        return self.ask("GET", path, None, headers)[:2]
 
     def value(self, name: str, **labels: str) -> float:
         """Value of a metric; 0 if it was never counted."""
