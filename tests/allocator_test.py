@@ -14,7 +14,6 @@ from moejax.experts import machine
 from moejax.experts.budget import GIB, BudgetError, Limits
 from tests.tiny_engine import load_tiny_engine
 
-MIB = 2**20
 PROMPT = [5, 6, 7]
 
 

@@ -22,7 +22,6 @@ from scripts.studies.measuring import Report
 from tests import slow
 from tests.script_runs import run_module
 
-ROOT = Path(__file__).parents[1]
 HOPPER, AMPERE = Target("gpu", (9, 0)), Target("gpu", (8, 0))
 
 

@@ -16,14 +16,10 @@ from moejax.evaluation import perplexity_run
 from moejax.evaluation.answers import AnswerFile
 from moejax.evaluation.perplexity import WindowScore
 from moejax.files import whole as files
-from moejax.files.result_rows import ResultRow
 from tests import commands
 from tests.folder_case import FolderTestCase
 
 FULL = pathlib.Path("/dev/full")
-ROW = ResultRow(
-    what="TPOT", figure=1.0, unit="ms", baseline={}, device="x", versions={}, date="x", command="x"
-)
 
 
 @contextlib.contextmanager

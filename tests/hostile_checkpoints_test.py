@@ -32,7 +32,6 @@ from tests.quantized_stores import QWEN, Gptq, Own
 MOST_PARSES, BYTES = 30, 500_000_000
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FAMILIES = ("qwen3", "mixtral", "v2_groups", "v3_groups", "qwen3_next")
 
 
 def peak_bytes() -> int:

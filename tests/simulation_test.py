@@ -20,7 +20,6 @@ from moejax.routing.simulate.sweeping import _most_hits, _needed_experts
 from tests.simulated_traces import random_trace
 
 # A prompt in two chunks, tokens one by one, a batch of three, another prompt, more tokens.
-STEPS = [40, 9, *[1] * 25, *[3] * 6, 30, *[1] * 25]
 
 
 class CeilingsTest(parameterized.TestCase):

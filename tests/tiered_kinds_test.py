@@ -30,7 +30,6 @@ TOKENS = np.random.default_rng(0).integers(0, 160, (1, 16)).astype(np.int32)
 # The attention of the layer between is the importance of its own tokens and of the last layer's.
 THREE = model_kinds.config_of("delta", num_experts=8, num_layers=3, moe_layers=(0, 1, 2))
 THREE = dataclasses.replace(THREE, delta_net=dataclasses.replace(THREE.delta_net, layers=(0, 2)))
-SCALED = RouterRule(scale=2.5)
 # Settings, bits and slots (None: all experts) of the tiers, and how they are held.
 POLICIES = {
     "dynaexq": ({"n_hot": 2, "period": 4}, (4, 2), (2, None), {}),
