@@ -38,12 +38,11 @@ def random_matrix(
     group_size: int,
     symmetric: bool = False,
     act_order: bool = False,
-    zeros: tuple[int, int] | None = None,
     dtype: Any = np.float16,
     seed: int = 0,
     order_seed: int | None = None,
 ) -> Matrix:
-    """Random codes, scales and integer zeros, the latter in the range of `zeros`, both included."""
+    """Random codes, scales and integer zeros of all values."""
     rng = np.random.default_rng(seed)
     num_rows, num_inputs = shape
     groups = np.arange(num_inputs, dtype=np.int32) // group_size
@@ -51,8 +50,7 @@ def random_matrix(
         order_rng = np.random.default_rng(seed if order_seed is None else order_seed)
         groups = order_rng.permutation(groups)
     size = (num_rows, int(groups.max()) + 1)
-    first, last = zeros or (0, 2**bits - 1)
-    drawn = rng.integers(first, last, size, endpoint=True)
+    drawn = rng.integers(0, 2**bits - 1, size, endpoint=True)
     return Matrix(
         codes=rng.integers(0, 2**bits, shape, dtype=np.uint8),
         scales=rng.uniform(0.01, 0.1, size).astype(dtype),

@@ -30,7 +30,7 @@ from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.hf.names import Placement, find_spelling, ignored, placements
 from moejax.models.leaf_kinds import EXPERT_LEAVES
-from moejax.weights.qtensor import FP8_BLOCK, ZERO_KINDS, CodesKind, Compensator, Fp8Tensor, Weight
+from moejax.weights.qtensor import FP8_BLOCK, ZERO_KINDS, CodesKind, Fp8Tensor, Weight
 
 _MOST_MISSING = 20_000  # tensors that are listed though they are not there
 _HEAD = "lm_head.weight"
@@ -149,10 +149,8 @@ class LeafPlan:
         assert isinstance(self.kind, CodesKind) and name == "zeros"
         return 2 ** (self.kind.bits - 1)  # it is symmetric
 
-    def assemble(
-        self, arrays: Mapping[str, Any], compensators: tuple[Compensator, ...] = ()
-    ) -> Weight:
-        """The leaf, or its template, from the arrays of `arrays`; checked."""
+    def assemble(self, arrays: Mapping[str, Any]) -> Weight:
+        """The leaf, or its template, from the arrays of `arrays`, without terms; checked."""
         if self.kind is None:
             array: jax.Array = arrays["array"]
             return array
@@ -160,7 +158,7 @@ class LeafPlan:
             fp8 = Fp8Tensor(**arrays)
             fp8.check()
             return fp8
-        return self.kind.tensor(self.shape[-1], arrays, compensators)
+        return self.kind.tensor(self.shape[-1], arrays)
 
 
 @dataclasses.dataclass(frozen=True)
