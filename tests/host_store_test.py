@@ -262,21 +262,6 @@ class HostCacheTest(parameterized.TestCase):
             row_of[expert] = row
         return _HostCache(row_of, num_rows)
 
-    def fetch(self, cache, expert):
-        self.assertIsNotNone(cache.reserve(expert))
-        cache.publish(expert)
-
-    def test_pins_and_reservations_are_no_victims(self):
-        cache = self.cache(2, [(0, 0), (0, 1)])
-        cache.pin((0, 0))
-        self.assertEqual(cache.reserve((1, 0)), 1)
-        self.assertIsNone(cache.reserve((1, 1)))
-        cache.touch((0, 0))
-        cache.cancel((1, 0))
-        self.assertEqual(cache.reserve((1, 1)), 1)
-        cache.unpin((0, 0))
-        self.assertEqual(cache.reserve((1, 0)), 0)
-
     @settings(max_examples=150, deadline=None)
     @given(
         num_rows=st.integers(1, 8),

@@ -69,14 +69,6 @@ class QTensorTest(parameterized.TestCase):
         np.testing.assert_array_equal(tensor.codes(), parts[0])
         np.testing.assert_allclose(tensor.dequantize(), expected, rtol=1e-6, atol=1e-5)
 
-    @parameterized.product(bits=(2, 3, 4, 8), zero_kind=ZERO_KINDS)
-    def test_on_the_device_as_on_the_host(self, bits, zero_kind):
-        parts = random_parts(np.random.default_rng(7), (2,), 3, 100, bits, 64, zero_kind)
-        expected = dequantized(*parts, bits, 64, zero_kind)
-        tensor = from_codes(*map(jnp.asarray, parts), bits=bits, group_size=64, zero_kind=zero_kind)
-        result = jax.jit(lambda t: t.dequantize())(tensor)
-        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-5)
-
     @parameterized.parameters(
         (2, 64, "float", 2 + 32 / 64),
         (3, 64, "float", 3 + 32 / 64),
