@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from moejax.experts.residency import EVENTS, CacheSizes, Residency
-from pallas_kernels.cache_plan.operands import LayerTables
+from moejax.experts.residency import CacheSizes, Residency
+from pallas_kernels.cache_plan.operands import EVENTS, LayerTables
 
 ROW = ("slot_of", "owner", "last_use", "prefetched")
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.experts import residency
-from moejax.experts.residency import COLUMNS, CacheSizes, Counts, Residency, no_counts
+from moejax.experts.residency import CacheSizes, Counts, Residency, no_counts
 from pallas_kernels import cache_plan as package
 
 START = 2**31 - 60  # of the clock: it wraps
@@ -271,7 +271,7 @@ def plan(case: Case, given: Given, tables: Any, row_of: Any, *, by_pairs: bool, 
         gate = jnp.ones((case.layers, len(tables) + 3), jnp.float32)
     tiers = [package.TierOperands(of, row_of) for of in tables]
     after, gate, made = package.plan(
-        tiers, gate, given.layer, asked, given.active, forms=forms(case), columns=COLUMNS, **how
+        tiers, gate, given.layer, asked, given.active, forms=forms(case), **how
     )
 
     def copies_of(fetch: Any) -> Any:
@@ -290,13 +290,13 @@ def predict(case: Case, given: Given, tables: Any, row_of: Any, **how: Any) -> A
         refined = given.tier.reshape(-1)[: case.limit] == 0
         after, found = package.predict_shared(
             operands, given.layer, given.ahead[: len(refined)], refined, given.active,
-            forms=forms(case), columns=COLUMNS, **how,
+            forms=forms(case), **how,
         )  # fmt: skip
         return list(after), [jobs._replace(experts=None) for jobs in found]
     [form] = forms(case)
     after, fetch = package.predict(
         package.TierOperands(tables[0], row_of), given.layer, given.ahead, given.active, form=form,
-        columns=COLUMNS, **how,
+        **how,
     )  # fmt: skip
     return [after], fetch._replace(experts=None)
 
@@ -382,7 +382,7 @@ def plan_needed(
         package.Tables(state.table, state.clock, counts.events, counts.gate), rows
     )
     (of,), _, made = package.plan(
-        [tier], None, layer, asked, needed[ids], forms=[form], columns=COLUMNS,
+        [tier], None, layer, asked, needed[ids], forms=[form],
         implementation="reference",
     )  # fmt: skip
     state = Residency(of.table, of.clock, num_experts)
@@ -418,7 +418,7 @@ def predict_needed(
         package.Tables(state.table, state.clock, counts.events, counts.gate), rows
     )
     of, fetch = package.predict(
-        tier, layer, ids, jnp.ones(1, bool), form=form_of(spec, spec.slots), columns=COLUMNS,
+        tier, layer, ids, jnp.ones(1, bool), form=form_of(spec, spec.slots),
         implementation="reference",
     )  # fmt: skip
     fetch = jax.tree.map(lambda values: values[:limit], fetch)

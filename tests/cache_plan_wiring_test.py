@@ -52,14 +52,8 @@ def interpreted() -> Any:
             (expert_fetch, "fetch"), (buddy_search, "search"),
         )
     ]  # fmt: skip
-    caches = (
-        placing._planned,
-        placing._planned_by_expert,
-        placing._predicted,
-        placing._planes_predicted,
-    )
     with contextlib.ExitStack() as stack:
-        for cache in caches:
+        for cache in (placing._call, placing._planned_by_expert):
             cache.clear_cache()
             stack.callback(cache.clear_cache)
         for patch in patches:
@@ -136,7 +130,8 @@ class WiringTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_experts_of_a_chunk_are_planned_like_its_pairs(self):
         found = steps(3, 0, 9, ops.NO_KERNELS)
-        with mock.patch.object(placing, "_planned_by_expert", placing._planned):
+        by_pair = functools.partial(placing._call, cache_plan.plan)
+        with mock.patch.object(placing, "_planned_by_expert", by_pair):
             expected = steps(3, 0, 9, ops.NO_KERNELS)
         self.check(found, expected)
         counts = [of[1].tiers[0].counts.gate for of in (found, expected)]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.experts import residency
-from moejax.experts.residency import COLUMNS, CacheSizes, no_counts
+from moejax.experts.residency import CacheSizes, no_counts
 from pallas_kernels import buddy_search, cache_plan
 from pallas_kernels.buddy_search import triton as buddy_triton
 from pallas_kernels.cache_plan import triton as plan_triton
@@ -62,7 +62,7 @@ def plan(
         host = jnp.arange(pairs + 1, dtype=jnp.int32) // 2 if by_host else None
         return plan_triton.plan_triton(
             tuple(tiers), gate, layer, cache_plan.Asked(ids, weights, by, routed, host),
-            jnp.ones(tokens, bool), forms=forms, columns=COLUMNS, target=target,
+            jnp.ones(tokens, bool), forms=forms, target=target,
         )  # fmt: skip
 
     return Program(function, (tiers, layer, ids, weights), (), 1)
@@ -99,7 +99,7 @@ def planes(
         if ahead:
             wanted = ids.reshape(-1)[:ahead]
             return plan_triton.predict_shared_triton(
-                tuple(tiers), layer, wanted, wanted > 3, active, forms=forms, columns=COLUMNS,
+                tuple(tiers), layer, wanted, wanted > 3, active, forms=forms,
                 target=target,
             )  # fmt: skip
         critical, high = jnp.zeros(num_layers, jnp.int32), jnp.int32(0)
@@ -107,7 +107,7 @@ def planes(
         gate = jnp.zeros((num_layers, len(tiers) + 3), jnp.float32)
         return plan_triton.plan_triton(
             tuple(tiers), gate, layer, cache_plan.Asked(ids, weights, by), active, forms=forms,
-            columns=COLUMNS, target=target,
+            target=target,
         )  # fmt: skip
 
     return Program(function, (tiers, layer, ids, weights), (), 1)

@@ -5,13 +5,12 @@ Axes: N tokens, A experts a token; the rest as in `moejax.experts.state`.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moejax.experts.residency import COLUMNS
 from moejax.experts.state import TierSlots, TierSpec
 from moejax.weights.linear import Index
 from pallas_kernels import cache_plan
@@ -22,12 +21,11 @@ from pallas_kernels.target import Target
 class SlotPlan(NamedTuple):
     """One tier's part of a plan, over all pairs; other tiers' pairs have no wave."""
 
+    ids: jax.Array  # int32[N, A], experts
     slot: jax.Array  # int32[N, A]
     wave: jax.Array  # int32[N, A]; -1 for pairs that do not run in this tier
     admitted: Fetch  # [J]
     streamed: Fetch  # [W, B]
-    # int32[N A] each: experts, an expert maybe several times, with their slots and waves
-    holders: tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +124,10 @@ class CachePlanner:
         is_routed = asked.by is None and asked.host is None and len(forms) == 1
         by_expert = is_routed and asked.ids.size > num_experts
         by_kernel = self.refusal(num_experts if by_expert else asked.ids.size) is None
-        planned = _planned_by_expert if by_expert else _planned
+        planned = _planned_by_expert if by_expert else functools.partial(_call, cache_plan.plan)
         tables, gate, found = planned(
             operands, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
         )
-        ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
         parts = []
         for i, form in enumerate(forms):
             wave = found.tier if found.wave is None else found.wave
@@ -139,9 +136,7 @@ class CachePlanner:
             admitted, streamed = _or_nothing(found.fetch[i]), _or_nothing(found.streamed[i])
             if not form.later_waves:
                 streamed = jax.tree.map(lambda of: of.reshape(0, 1), _or_nothing(None))
-            parts.append(
-                SlotPlan(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
-            )
+            parts.append(SlotPlan(asked.ids, found.slot, wave, admitted, streamed))
         return found, parts, gate, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
 
     def plan_planes(
@@ -157,9 +152,9 @@ class CachePlanner:
         operands = [TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)]
         ids = self._in_memory(1, rows_of[1], layer, ids)
         refined &= self._in_memory(0, rows_of[0], layer, ids) >= 0
-        tables, found = _planes_predicted(
-            operands, jnp.int32(layer), ids, refined, token_mask, forms=self.forms(1),
-            by_kernel=self.refusal(len(ids)) is None,
+        tables, found = _call(
+            cache_plan.predict_shared, operands, jnp.int32(layer), ids, refined, token_mask,
+            forms=self.forms(1), by_kernel=self.refusal(len(ids)) is None,
         )  # fmt: skip
         return found, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
 
@@ -173,8 +168,9 @@ class CachePlanner:
     ) -> tuple[Fetch, TierSlots]:
         """Plans the prefetch of experts of a coming layer to the slots of the only tier."""
         ids = self._in_memory(0, row_of, layer, ids)
-        tables, found = _predicted(
-            TierOperands(_tables(slots), row_of), jnp.int32(layer), ids, token_mask,
+        tier = TierOperands(_tables(slots), row_of)
+        tables, found = _call(
+            cache_plan.predict, tier, jnp.int32(layer), ids, token_mask,
             form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
         )  # fmt: skip
         return found, _with(slots, tables)
@@ -204,13 +200,11 @@ def _or_nothing(fetch: Fetch | None) -> Fetch:
     return Fetch(*[jnp.full(0, -1, jnp.int32)] * 3) if fetch is None else fetch
 
 
-# Jitted, with the layer an operand: all layers share a trace and the kernel.
-@functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
-def _planned(
-    *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
-) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
-    how = "triton" if by_kernel else "reference"
-    return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
+# With the layer an operand, all layers share a trace and the kernel.
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("form", "forms", "by_kernel"))
+def _call(plan: Callable[..., Any], *operands: Any, by_kernel: bool, **form: Any) -> Any:
+    """Calls one of `cache_plan`."""
+    return plan(*operands, implementation="triton" if by_kernel else "reference", **form)
 
 
 @functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
@@ -218,7 +212,7 @@ def _planned_by_expert(
     tiers: tuple[TierOperands, ...], gate: jax.Array | None, layer: jax.Array, asked: Asked,
     active: jax.Array, *, forms: tuple[TierShape, ...], by_kernel: bool,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:  # fmt: skip
-    """Plans as `_planned` for the only tier, from its experts in place of the pairs."""
+    """Plans as `cache_plan.plan` for the only tier, from its experts in place of the pairs."""
     ids, mask = asked.ids, active[:, None]
     experts = jnp.arange(tiers[0].row_of.shape[1], dtype=jnp.int32)
     places = jnp.where(mask, ids, len(experts))
@@ -226,8 +220,8 @@ def _planned_by_expert(
     mass = jnp.sum(jnp.where(mask, asked.weights, 0.0))
     weights = jnp.where(experts == jnp.argmax(needed), mass, 0.0)  # of all, at one of them
     each = Asked(experts[:, None], weights[:, None])
-    tables, gate, found = _planned(
-        tiers, gate, layer, each, needed, forms=forms, by_kernel=by_kernel
+    tables, gate, found = _call(
+        cache_plan.plan, tiers, gate, layer, each, needed, forms=forms, by_kernel=by_kernel
     )
 
     def of_pairs(of_experts: jax.Array) -> jax.Array:
@@ -236,17 +230,3 @@ def _planned_by_expert(
     wave = None if found.wave is None else of_pairs(found.wave)
     found = found._replace(tier=of_pairs(found.tier), slot=of_pairs(found.slot), wave=wave)
     return tables, gate, found
-
-
-@functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
-def _predicted(*operands: Any, form: TierShape, by_kernel: bool) -> tuple[Tables, Fetch]:
-    how = "triton" if by_kernel else "reference"
-    return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)
-
-
-@functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
-def _planes_predicted(
-    *operands: Any, forms: tuple[TierShape, ...], by_kernel: bool
-) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
-    how = "triton" if by_kernel else "reference"
-    return cache_plan.predict_shared(*operands, forms=forms, columns=COLUMNS, implementation=how)

@@ -12,7 +12,8 @@ import numpy as np
 
 from moejax.experts.budget import LINK_GIB_PER_S, size_text
 from moejax.experts.disk_cache import Counters
-from moejax.experts.residency import EVENTS, Counts
+from moejax.experts.residency import Counts
+from pallas_kernels.cache_plan.operands import EVENTS
 
 DISK_TROUBLE = ("retries", "errors")  # of what is counted of the disk
 

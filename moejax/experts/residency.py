@@ -5,40 +5,24 @@ layers share; `CacheSizes` numbers the slots of a bank. -1 stands for none.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_plan.operands import (
+    COLUMNS,
+    EVENTS,
     LayerTables,
-    assigned,
+    brought_ahead,
+    counted,
     departures,
     index_of,
-    ordered_victims,
+    num,
     read_row,
     without,
     write_row,
 )
-
-# Counts of experts, but for `steps`; the order is that of the columns of `Counts.events`.
-EVENTS = (
-    "steps",  # times that the layer ran for some token; of a tier, that it served some pair
-    "needed",  # experts that its tokens were routed to
-    "hits",  # of them, those in a slot already
-    "misses",  # of them, those that were not: admitted, streamed or unserved
-    "admitted",  # misses fetched into a slot of the cache
-    "streamed",  # misses fetched into a transient slot
-    "unserved",  # misses for which there was no slot: a broken contract, see `TierLedger.add`
-    "evictions",  # experts that left a slot for another one
-    "prefetched",  # experts that a prediction brought
-    "bulk",  # experts that a bulk transfer brought
-    "prefetch_hits",  # of what was brought ahead, experts whose first use found them there
-    "prefetch_waste",  # of what was brought ahead, experts that went unused
-    "waits",  # experts that the step asked the host for, which read them or had them by then
-)
-COLUMNS = {name: column for column, name in enumerate(EVENTS)}
 
 Layer = int | jax.Array  # int or int32[], 0 <= layer < M
 
@@ -61,19 +45,9 @@ class Counts:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         return self.events[..., COLUMNS[name]]
 
-    def add(self, layer: Layer, **amounts: jax.Array | int) -> "Counts":
+    def add(self, layer: Layer | slice, **amounts: jax.Array | int) -> "Counts":
         """Adds int32[] amounts to events of a layer, or of several, by the names of `EVENTS`."""
-        events = self.events.at[layer].add(_columns(amounts), mode="drop")
-        return dataclasses.replace(self, events=events)
-
-
-def _columns(amounts: Mapping[str, jax.Array | int]) -> jax.Array:
-    """int32[..., len(EVENTS)], in the order of `EVENTS`."""
-    unknown = sorted(set(amounts) - set(EVENTS))
-    if unknown:
-        raise ValueError(f"no events {', '.join(unknown)}; there are {', '.join(EVENTS)}")
-    given = (jnp.asarray(amounts.get(name, 0), jnp.int32) for name in EVENTS)
-    return jnp.stack(jnp.broadcast_arrays(*given), axis=-1)
+        return dataclasses.replace(self, events=counted(self.events, layer, **amounts))
 
 
 def no_counts(num_layers: int) -> Counts:
@@ -188,15 +162,8 @@ def admit(
     wanted = first < size
     new = wanted & (before.slot_of < 0)
     order = jnp.sum(new[None] & (first[None] < first[:, None]), axis=1, dtype=jnp.int32)
-    victims = ordered_victims(before, residency.clock, wanted)
-    coming, row = assigned(before, new, order, *victims)
-    taken = coming >= 0
-    bulk = jnp.sum(taken, dtype=jnp.int32)
-    counts = counts.add(layer, bulk=bulk, **departures(before, row))
-    row = row._replace(
-        last_use=jnp.where(taken, residency.clock, row.last_use),
-        prefetched=row.prefetched | taken,
-    )
+    coming, row = brought_ahead(before, new, order, wanted, residency.clock)
+    counts = counts.add(layer, bulk=num(coming >= 0), **departures(before, row))
     # An expert that stands twice in the list gets its slot in the first place.
     leads = (experts >= 0) & (first.at[experts].get(mode="clip") == index)
     local = index_of(coming, jnp.where(leads, experts, -2))
@@ -239,6 +206,5 @@ def release_everywhere(
     """Frees the slots of experts, bool[M, E]; counts evictions and prefetch waste."""
     before = LayerTables.of(residency.table, residency.num_experts)
     after = jax.vmap(without)(before, experts)
-    gone = _columns(jax.vmap(departures)(before, after))
-    counts = dataclasses.replace(counts, events=counts.events + gone)
+    counts = counts.add(slice(None), **jax.vmap(departures)(before, after))
     return dataclasses.replace(residency, table=after.columns), counts

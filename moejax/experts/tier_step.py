@@ -289,7 +289,7 @@ class TierStep:
         array: int = OWN, base: Base | None = None,
     ) -> ExpertStacks:  # fmt: skip
         """Returns slots as stacks, with the low-rank terms of their experts."""
-        experts, slot, wave_of = plan.holders
+        experts, slot, wave_of = (of.reshape(-1) for of in (plan.ids, plan.slot, plan.wave))
         held = self._bank(slots, turn, array)
         num_slots = len(jax.tree.leaves(held)[0])
         if self.spec.emulated:
@@ -495,21 +495,18 @@ def _in_stages(plan: SlotPlan, first: int, apart: int) -> tuple[SlotPlan, tuple[
     Args:
       first: slot of a bank at which its transient ones begin.
     """
-
-    def staged(slot: jax.Array, wave: jax.Array) -> tuple[jax.Array, jax.Array]:
-        passing = slot - first
-        is_apart = passing < apart
-        place = jnp.where(is_apart, passing, slot - apart)
-        stage = jnp.where(is_apart, 2 * wave - 1, 2 * wave)
-        return jnp.where(wave > 0, place, slot), jnp.where(wave > 0, stage, wave)
-
+    passing, is_later = plan.slot - first, plan.wave > 0
+    is_apart = passing < apart
+    place = jnp.where(is_apart, passing, plan.slot - apart)
+    stage = jnp.where(is_apart, 2 * plan.wave - 1, 2 * plan.wave)
     rows, slots, ids = plan.streamed
 
     def part(of: slice, before: int) -> Fetch:
         return Fetch(rows[:, of], slots[:, of] - before, None if ids is None else ids[:, of])
 
-    (slot, stage), (experts, *held) = staged(plan.slot, plan.wave), plan.holders
-    plan = plan._replace(slot=slot, wave=stage, holders=(experts, *staged(*held)))
+    plan = plan._replace(
+        slot=jnp.where(is_later, place, plan.slot), wave=jnp.where(is_later, stage, plan.wave)
+    )
     return plan, (part(slice(apart), first), part(slice(apart, None), apart))
 
 

@@ -8,9 +8,9 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moejax.experts.ledger import Ledger
-from moejax.experts.residency import EVENTS
 from moejax.inference.continuous import BatchCounts, ContinuousBatch
 from moejax.inference.report import device_peak_bytes
+from pallas_kernels.cache_plan.operands import EVENTS
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -110,7 +110,7 @@ class Metrics:
 
 
 def _ledger_metrics(ledger: Ledger) -> Iterator[Metric]:
-    """Events (`moejax.experts.residency.EVENTS`), bytes and gate mass of each tier."""
+    """Events (`pallas_kernels.cache_plan.operands.EVENTS`), bytes and gate mass of each tier."""
     events = CounterMetricFamily(
         "moejax_expert_events", "Experts by what became of them.", labels=("tier", "event")
     )

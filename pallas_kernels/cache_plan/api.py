@@ -8,10 +8,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.cache_plan import triton
 from pallas_kernels.cache_plan.operands import (
-    PLAN_EVENTS,
-    PREDICT_EVENTS,
+    EVENTS,
     Asked,
-    Columns,
     Fetch,
     LayerPlan,
     Rule,
@@ -57,7 +55,6 @@ def plan(
     active: jax.Array,
     *,
     forms: Sequence[TierShape],
-    columns: Columns,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
@@ -77,7 +74,6 @@ def plan(
         skipped, that another expert served, and of all. None: only the tiers' own is counted.
       asked: of N tokens; wishes, or a rule by which the call itself finds them: a launch less.
       active: bool[N], tokens that count.
-      columns: of `Tables.events`, by the names of `PLAN_EVENTS`.
 
     Returns:
       The tables of each tier and the gate mass, in the same places in memory if they were donated,
@@ -90,10 +86,10 @@ def plan(
     if asked.host is not None and not alone:
         reasons.append("the host multiplies misses of one token and one tier")
     operands = _operands_of(asked, gate, active, len(tiers))
-    _check("cache_plan.plan", tiers, forms, columns, PLAN_EVENTS, operands, reasons)
+    _check("cache_plan.plan", tiers, forms, operands, reasons)
     return PLAN(
         tuple(tiers), gate, jnp.asarray(layer, jnp.int32), asked, active, forms=forms,
-        columns=columns, implementation=implementation, interpret=interpret,
+        implementation=implementation, interpret=interpret,
     )  # fmt: skip
 
 
@@ -104,7 +100,6 @@ def predict(
     active: jax.Array,
     *,
     form: TierShape,
-    columns: Columns,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[Tables, Fetch]:
@@ -117,16 +112,15 @@ def predict(
       tier: donate its tables; C > 0.
       ids: int32[L], experts; -1: none.
       active: bool[N]; nothing is admitted if no token is.
-      columns: of `Tables.events`, by the names of `PREDICT_EVENTS`.
 
     Returns:
       The tables, and what to fetch before that layer's products.
     """
     reasons = [] if form.slots else ["there are no slots"]
     operands = {"ids": (ids, "int32[L]"), "active": (active, "bool[N]")}
-    _check("cache_plan.predict", [tier], [form], columns, PREDICT_EVENTS, operands, reasons)
+    _check("cache_plan.predict", [tier], [form], operands, reasons)
     return PREDICT(
-        tier, jnp.asarray(layer, jnp.int32), ids, active, form=form, columns=columns,
+        tier, jnp.asarray(layer, jnp.int32), ids, active, form=form,
         implementation=implementation, interpret=interpret,
     )  # fmt: skip
 
@@ -139,7 +133,6 @@ def predict_shared(
     active: jax.Array,
     *,
     forms: Sequence[TierShape],
-    columns: Columns,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
@@ -153,7 +146,6 @@ def predict_shared(
       ids: int32[L], experts whose base plane is to come; -1: none.
       refined: bool[L], those that will run in the first tier.
       active: bool[N]; nothing is admitted if no token is.
-      columns: of `Tables.events`, by the names of `PREDICT_EVENTS`.
 
     Returns:
       The tables of each tier, and what to fetch of each, int32[L].
@@ -162,10 +154,10 @@ def predict_shared(
     operands = {
         "ids": (ids, "int32[L]"), "refined": (refined, "bool[L]"), "active": (active, "bool[N]")
     }  # fmt: skip
-    _check("cache_plan.predict_shared", tiers, forms, columns, PREDICT_EVENTS, operands, reasons)
+    _check("cache_plan.predict_shared", tiers, forms, operands, reasons)
     return PREDICT_SHARED(
         tuple(tiers), jnp.asarray(layer, jnp.int32), ids, refined, active, forms=tuple(forms),
-        columns=columns, implementation=implementation, interpret=interpret,
+        implementation=implementation, interpret=interpret,
     )  # fmt: skip
 
 
@@ -173,12 +165,10 @@ def _check(
     operation: str,
     tiers: Sequence[TierOperands],
     forms: Sequence[TierShape],
-    columns: Columns,
-    events: Sequence[str],
     operands: Operands,
     reasons: Sequence[str] = (),
 ) -> None:
-    """Raises ValueError unless `operands` fit their forms, tiers theirs, and columns `events`.
+    """Raises ValueError unless `operands` fit their forms, and tiers theirs.
 
     `reasons` join those that are found.
     """
@@ -192,7 +182,7 @@ def _check(
             f"row_of of tier {i}": (tier.row_of, "int32[M, E]"),
             f"table of tier {i}, {form.slots} slots": (tier.tables.table, f"int32[M, {width}]"),
             f"clock of tier {i}": (tier.tables.clock, "int32[]"),
-            f"events of tier {i}": (tier.tables.events, "int32[M, .]"),
+            f"events of tier {i}": (tier.tables.events, f"int32[M, {len(EVENTS)}]"),
             f"gate of tier {i}": (tier.tables.gate, "float32[M, .]"),
             **operands,
         }
@@ -207,8 +197,6 @@ def _check(
             reasons.append(f"tier {i} is fixed: the first one may be, with slots")
         if (form.is_full or form.is_complete) and form.slots < num_experts:
             reasons.append(f"tier {i} is not full: it has {form.slots} slots")
-    if missing := sorted(set(events) - set(columns)):
-        reasons.append(f"no column for {', '.join(missing)}")
     refuse(operation, reasons)
     check_operands(operation, operands)
 

@@ -9,20 +9,29 @@ cache slots of a layer, B transient slots of a bank, J jobs; -1 stands for none.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Columns = Mapping[str, int]  # of the counts that a call adds to, where each is in `Tables.events`
-
-PLAN_EVENTS = (
-    "steps", "needed", "hits", "misses", "admitted", "streamed", "unserved", "evictions",
-    "prefetch_hits", "prefetch_waste",
-)  # fmt: skip
-PREDICT_EVENTS = ("prefetched", "evictions", "prefetch_waste")
+# Counts of experts, but for `steps`; the order is that of the columns of `Tables.events`.
+EVENTS = (
+    "steps",  # times that the layer ran for some token; of a tier, that it served some pair
+    "needed",  # experts that its tokens were routed to
+    "hits",  # of them, those in a slot already
+    "misses",  # of them, those that were not: admitted, streamed or unserved
+    "admitted",  # misses fetched into a slot of the cache
+    "streamed",  # misses fetched into a transient slot
+    "unserved",  # misses for which there was no slot: a broken contract of the caller
+    "evictions",  # experts that left a slot for another one
+    "prefetched",  # experts that a prediction brought
+    "bulk",  # experts that a bulk transfer brought, which the caller counts
+    "prefetch_hits",  # of what was brought ahead, experts whose first use found them there
+    "prefetch_waste",  # of what was brought ahead, experts that went unused
+    "waits",  # experts that a step had to ask the host for, which the caller counts
+)
+COLUMNS = {name: column for column, name in enumerate(EVENTS)}
 
 
 class Tables(NamedTuple):
@@ -33,7 +42,7 @@ class Tables(NamedTuple):
     # Slots of experts and owners are inverse to each other.
     table: jax.Array
     clock: jax.Array  # int32[], may wrap
-    events: jax.Array  # int32[M, K], counts
+    events: jax.Array  # int32[M, len(EVENTS)], counts
     # float32[M, 1 + K'], gate mass of all, then of K' tiers; of which the first counts. What the
     # host's cores multiply is in the first alone.
     gate: jax.Array
@@ -279,6 +288,17 @@ def assigned(
     return coming, row._replace(owner=owner, slot_of=index_of(owner, iota(len(new))))
 
 
+def brought_ahead(
+    row: LayerTables, new: jax.Array, order: jax.Array, wanted: jax.Array, clock: jax.Array
+) -> tuple[jax.Array, LayerTables]:
+    """Assigns victims to experts that nobody has asked for yet; no wanted one is a victim."""
+    coming, after = assigned(row, new, order, *ordered_victims(row, clock, wanted))
+    return coming, after._replace(
+        last_use=jnp.where(coming >= 0, clock, after.last_use),
+        prefetched=after.prefetched | (coming >= 0),
+    )
+
+
 def index_of(values: jax.Array, wanted: jax.Array) -> jax.Array:
     """int32[n], for each wanted value the largest index i of which values[i] equals it, or -1."""
     index = jnp.where(values[None] == wanted[:, None], iota(len(values))[None], -1)
@@ -298,13 +318,15 @@ def without(row: LayerTables, experts: jax.Array) -> LayerTables:
     )
 
 
+def departed(before: LayerTables, after: LayerTables) -> dict[str, jax.Array]:
+    """Masks bool[E] of experts that have left their slots, by the names of `EVENTS`."""
+    gone = (before.slot_of >= 0) & (after.slot_of < 0)
+    return {"evictions": gone, "prefetch_waste": gone & at(before.prefetched, before.slot_of)}
+
+
 def departures(before: LayerTables, after: LayerTables) -> dict[str, jax.Array]:
     """Counts of the experts that have left their slots."""
-    gone = (before.slot_of >= 0) & (after.slot_of < 0)
-    return {
-        "evictions": num(gone),
-        "prefetch_waste": num(gone & at(before.prefetched, before.slot_of)),
-    }
+    return {name: num(mask) for name, mask in departed(before, after).items()}
 
 
 class TierPart(NamedTuple):
@@ -330,13 +352,17 @@ def fetch_of(row_of: jax.Array, experts: jax.Array, slots: jax.Array) -> Fetch:
 
 
 def counted(
-    events: jax.Array, layer: jax.Array, columns: Columns, **amounts: jax.Array
+    events: jax.Array, layer: int | jax.Array | slice, **amounts: int | jax.Array
 ) -> jax.Array:
-    """The counts with amounts added to a layer, by one operation."""
-    zero = jnp.zeros((), jnp.int32)
-    by_column = {columns[name]: jnp.asarray(amount, jnp.int32) for name, amount in amounts.items()}
-    row = jnp.stack([by_column.get(i, zero) for i in range(events.shape[1])])
-    return events.at[layer].add(row)
+    """The counts with amounts added to a layer, or to several, by one operation.
+
+    Raises:
+      ValueError: an amount is of none of `EVENTS`.
+    """
+    if unknown := sorted(set(amounts) - set(EVENTS)):
+        raise ValueError(f"no events {', '.join(unknown)}; there are {', '.join(EVENTS)}")
+    given = [jnp.asarray(amounts.get(name, 0), jnp.int32) for name in EVENTS]
+    return events.at[layer].add(jnp.stack(jnp.broadcast_arrays(*given), axis=-1))
 
 
 def at(values: jax.Array, index: jax.Array) -> jax.Array:

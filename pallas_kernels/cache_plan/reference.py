@@ -9,7 +9,6 @@ import numpy as np
 
 from pallas_kernels.cache_plan.operands import (
     Asked,
-    Columns,
     Fetch,
     LayerPlan,
     Rule,
@@ -20,6 +19,7 @@ from pallas_kernels.cache_plan.operands import (
     Wishes,
     assigned,
     at,
+    brought_ahead,
     counted,
     departures,
     fetch_of,
@@ -124,7 +124,6 @@ def _plan_one(
     needed: jax.Array,
     size: int,
     form: TierShape,
-    columns: Columns,
 ) -> TierPart:
     """Slots for the experts of one tier that a layer needs, bool[E]; at most `size` of them."""
     tables, row_of = tier
@@ -155,7 +154,7 @@ def _plan_one(
         last_use=jnp.where(used, clock, row.last_use), prefetched=row.prefetched & ~used
     )
     events = counted(
-        tables.events, layer, columns, steps=jnp.any(needed), needed=num(needed), hits=num(hit),
+        tables.events, layer, steps=jnp.any(needed), needed=num(needed), hits=num(hit),
         misses=num(miss), admitted=num(come), streamed=num(streams),
         unserved=num(needed & ~cached & ~streams),
         prefetch_hits=num(hit & at(before.prefetched, before.slot_of)),
@@ -178,7 +177,6 @@ def plan_reference(
     active: jax.Array,
     *,
     forms: Sequence[TierShape],
-    columns: Columns,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     """Computes `api.plan` in plain JAX."""
     ids, weights = asked.ids, asked.weights
@@ -206,7 +204,7 @@ def plan_reference(
     parts: list[TierPart] = []
     if is_shared:
         pairs = jnp.where(chosen >= 0, ids, -1)
-        parts[:], base = plan_shared(tiers, layer, found.tier, pairs, forms, columns)
+        parts[:], base = plan_shared(tiers, layer, found.tier, pairs, forms)
     slot, wave, after, fetch, streamed = jnp.full_like(ids, -1), jnp.full_like(ids, -1), [], [], []
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
         mine = chosen == i
@@ -214,13 +212,13 @@ def plan_reference(
             made = parts[i]
         else:
             if gone is not None and num_tiers > 1 and not (form.is_full or form.static_in_step):
-                tier = tier._replace(tables=_released(tier.tables, layer, gone[i], columns))
-            made = _plan_one(tier, layer, marked(ids, mine, num_experts), size, form, columns)
+                tier = tier._replace(tables=_released(tier.tables, layer, gone[i]))
+            made = _plan_one(tier, layer, marked(ids, mine, num_experts), size, form)
         slot = jnp.where(mine, made.slot[ids], slot)
         wave = jnp.where(mine, made.wave[ids], wave)
         mass = jnp.sum(jnp.where(mine, weights, 0.0))
         if hosted is not None:
-            made = made._replace(tables=_with_hosted(made.tables, layer, hosted, mine, columns))
+            made = made._replace(tables=_with_hosted(made.tables, layer, hosted, mine))
             mass = jnp.stack([jnp.sum(jnp.where(mine | (hosted >= 0), weights, 0.0)), mass])
         after.append(made.tables._replace(gate=made.tables.gate.at[layer, :2].add(mass)))
         fetch.append(made.fetch if form.fetches else None)
@@ -261,13 +259,11 @@ def last_misses(miss: jax.Array, host: jax.Array) -> jax.Array:
     return miss & (later < host[num(miss)])
 
 
-def _with_hosted(
-    tables: Tables, layer: jax.Array, hosted: jax.Array, others: jax.Array, columns: Columns
-) -> Tables:
+def _with_hosted(tables: Tables, layer: jax.Array, hosted: jax.Array, others: jax.Array) -> Tables:
     """Counts experts that the host multiplies, beside those of the slots."""
     count = num(hosted >= 0)
     steps = (count > 0) & ~jnp.any(others)
-    events = counted(tables.events, layer, columns, steps=steps, needed=count, misses=count)
+    events = counted(tables.events, layer, steps=steps, needed=count, misses=count)
     return tables._replace(events=events)
 
 
@@ -278,7 +274,6 @@ def predict_reference(
     active: jax.Array,
     *,
     form: TierShape,
-    columns: Columns,
 ) -> tuple[Tables, Fetch]:
     """Computes `api.predict` in plain JAX."""
     tables, num_experts = tier.tables, tier.row_of.shape[1]
@@ -286,24 +281,20 @@ def predict_reference(
     wanted = marked(ids, (ids >= 0) & jnp.any(active), num_experts)
     new = wanted & (before.slot_of < 0)
     order = order_of(new)
-    coming, row = assigned(before, new, order, *ordered_victims(before, tables.clock, wanted))
+    _, row = brought_ahead(before, new, order, wanted, tables.clock)
     come = new & (row.slot_of >= 0)
-    row = row._replace(
-        last_use=jnp.where(coming >= 0, tables.clock, row.last_use),
-        prefetched=row.prefetched | (coming >= 0),
-    )
-    events = counted(tables.events, layer, columns, prefetched=num(come), **departures(before, row))
+    events = counted(tables.events, layer, prefetched=num(come), **departures(before, row))
     places = jnp.asarray(layer, jnp.int32) // form.banks * form.slots + row.slot_of
     experts = index_of(jnp.where(come, order, -1), iota(len(ids)))
     tables = tables._replace(table=write_row(tables.table, layer, row), events=events)
     return tables, fetch_of(tier.row_of[layer], experts, at(places, experts))
 
 
-def _released(tables: Tables, layer: jax.Array, gone: jax.Array, columns: Columns) -> Tables:
+def _released(tables: Tables, layer: jax.Array, gone: jax.Array) -> Tables:
     """Without the experts `gone`, bool[E], of a layer."""
     if tables.table.shape[1] == len(gone):  # no slots
         return tables
     before = read_row(tables.table, layer, len(gone))
     row = without(before, gone)
-    events = counted(tables.events, layer, columns, **departures(before, row))
+    events = counted(tables.events, layer, **departures(before, row))
     return tables._replace(table=write_row(tables.table, layer, row), events=events)

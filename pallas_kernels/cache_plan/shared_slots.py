@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cache_plan.operands import (
-    Columns,
     Fetch,
-    LayerTables,
     SharedBase,
     Tables,
     TierOperands,
@@ -26,7 +24,9 @@ from pallas_kernels.cache_plan.operands import (
     TierShape,
     assigned,
     at,
+    brought_ahead,
     counted,
+    departed,
     fetch_of,
     index_of,
     iota,
@@ -53,7 +53,6 @@ def plan_shared(
     tier: jax.Array,  # int32[E], in which an expert runs; -1 where it does not
     pairs: jax.Array,  # int32[N, A], experts of the pairs that run; -1: none
     forms: Sequence[TierShape],
-    columns: Columns,
 ) -> tuple[tuple[TierPart, TierPart], SharedBase]:
     """Slots for the planes of the experts that a layer runs.
 
@@ -97,9 +96,9 @@ def plan_shared(
         last_use=jnp.where(used, clock, row.last_use), prefetched=row.prefetched & ~used
     )
     after = _counted(
-        tiers, layer, columns, steps=jnp.concatenate([_first(high), _first(runs)]), needed=needed,
+        tiers, layer, steps=jnp.concatenate([_first(high), _first(runs)]), needed=needed,
         hits=hit, misses=miss, admitted=come, streamed=absent & served, unserved=absent & ~served,
-        prefetch_hits=hit & at(before.prefetched, before.slot_of), **_departed(before, row),
+        prefetch_hits=hit & at(before.prefetched, before.slot_of), **departed(before, row),
     )  # fmt: skip
     after[1] = after[1]._replace(table=write_row(tables.table, layer, row))
 
@@ -134,7 +133,6 @@ def predict_shared(
     active: jax.Array,
     *,
     forms: Sequence[TierShape],
-    columns: Columns,
 ) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
     """Computes `api.predict_shared` in plain JAX."""
     num_experts, (tables, form) = tiers[0].row_of.shape[1], (tiers[1].tables, forms[1])
@@ -143,14 +141,9 @@ def predict_shared(
     before, needed = read_row(tables.table, layer, 2 * num_experts), jnp.concatenate(wanted)
     has_base = before.slot_of[num_experts:] >= 0
     new = needed & (before.slot_of < 0) & jnp.concatenate((has_base, jnp.ones_like(has_base)))
-    victims = ordered_victims(before, tables.clock, needed)
-    coming, row = assigned(before, new, _bases_first(new), *victims)
+    _, row = brought_ahead(before, new, _bases_first(new), needed, tables.clock)
     come = new & (row.slot_of >= 0)
-    row = row._replace(
-        last_use=jnp.where(coming >= 0, tables.clock, row.last_use),
-        prefetched=row.prefetched | (coming >= 0),
-    )
-    after = _counted(tiers, layer, columns, prefetched=come, **_departed(before, row))
+    after = _counted(tiers, layer, prefetched=come, **departed(before, row))
     after[1] = after[1]._replace(table=write_row(tables.table, layer, row))
     places = jnp.asarray(layer, jnp.int32) // form.banks * form.slots + row.slot_of
     jobs = []
@@ -173,20 +166,12 @@ def _first(mask: jax.Array) -> jax.Array:
     return (iota(len(mask)) == 0) & jnp.any(mask)
 
 
-def _departed(before: LayerTables, after: LayerTables) -> dict[str, jax.Array]:
-    """Items that have left their slots, as `operands.departures` counts them."""
-    gone = (before.slot_of >= 0) & (after.slot_of < 0)
-    return {"evictions": gone, "prefetch_waste": gone & at(before.prefetched, before.slot_of)}
-
-
-def _counted(
-    tiers: Sequence[TierOperands], layer: jax.Array, columns: Columns, **items: jax.Array
-) -> list[Tables]:
+def _counted(tiers: Sequence[TierOperands], layer: jax.Array, **items: jax.Array) -> list[Tables]:
     """Each tier's tables with its items, bool[2 E], counted."""
     found = []
     for i, tier in enumerate(tiers):
         amounts = {name: num(jnp.split(mask, 2)[i]) for name, mask in items.items()}
-        events = counted(tier.tables.events, layer, columns, **amounts)
+        events = counted(tier.tables.events, layer, **amounts)
         found.append(tier.tables._replace(events=events))
     return found
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.cache_plan import slots as vectors
-from pallas_kernels.cache_plan.operands import Columns, TierShape
+from pallas_kernels.cache_plan.operands import TierShape
 from pallas_kernels.cache_plan.pairs import Entries, PaddedPairs
 from pallas_kernels.cache_plan.slots import Ref, Refs, iota, matches, pick, some, together
 from pallas_kernels.triton.elements import quotient, remainder
@@ -84,7 +84,7 @@ def _admitted(
 
 def place_planes(
     of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array,
-    pairs: PaddedPairs, tier: jax.Array, columns: Columns, interpret: bool,
+    pairs: PaddedPairs, tier: jax.Array, interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Places a layer's pairs: int32[P], slots of their tiers and waves."""
     (pool, form), ids = (states[1].of, forms[1]), pairs.ids
@@ -137,7 +137,7 @@ def place_planes(
             "misses": misses, "admitted": admitted, "streamed": streamed, "unserved": unserved,
             "prefetch_hits": brought, **gone[i],
         }  # fmt: skip
-        vectors.store_events(state.of, layer, state.events, columns, amounts)
+        vectors.store_events(state.of, layer, state.events, amounts)
     if passing:
         _store_streamed(states[0].of["streamed"], passing[0], lacks[0], rows[0])
         _store_streamed(states[1].of["streamed"], passing[1], lacks[1], rows[1])
@@ -154,7 +154,7 @@ def _store_streamed(jobs: Ref, index: jax.Array, lacks: jax.Array, row: jax.Arra
 
 
 def predict_shared_body(
-    *refs: Ref, names: tuple[str, ...], form: TierShape, columns: Columns, interpret: bool
+    *refs: Ref, names: tuple[str, ...], form: TierShape, interpret: bool
 ) -> None:
     """The body of `api.predict_shared`."""
     of = dict(zip(names, refs, strict=True))
@@ -190,4 +190,4 @@ def predict_shared_body(
         vectors.store_jobs(tier, size, done.order[i], rows[i], place)
         prefetched = vectors.count(leads[i] & (done.order[i] >= 0))
         amounts = {"prefetched": prefetched, **gone[i]}
-        vectors.store_events(tier, layer, events[i], columns, amounts)
+        vectors.store_events(tier, layer, events[i], amounts)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.cache_plan.operands import Columns
+from pallas_kernels.cache_plan.operands import COLUMNS
 from pallas_kernels.triton.elements import power_above
 
 Ref = Any
@@ -227,14 +227,12 @@ def load_events(of: Refs, layer: jax.Array) -> jax.Array:
     return pltriton.load(events.at[layer, lanes], mask=lanes < events.shape[1], other=0)
 
 
-def store_events(
-    of: Refs, layer: jax.Array, total: jax.Array, columns: Columns, amounts: Mapping[str, Any]
-) -> None:
+def store_events(of: Refs, layer: jax.Array, total: jax.Array, amounts: Mapping[str, Any]) -> None:
     """Writes the counts of a layer with these added."""
     events = of["events"]
     lanes = iota(events.shape[1])
     for name, amount in amounts.items():
-        total = jnp.where(lanes == columns[name], total + amount, total)
+        total = jnp.where(lanes == COLUMNS[name], total + amount, total)
     pltriton.store(events.at[layer, lanes], total, mask=lanes < events.shape[1])
 
 

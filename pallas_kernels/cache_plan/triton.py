@@ -12,7 +12,6 @@ from pallas_kernels import launch
 from pallas_kernels.cache_plan import slots as vectors
 from pallas_kernels.cache_plan.operands import (
     Asked,
-    Columns,
     Fetch,
     LayerPlan,
     Rule,
@@ -270,7 +269,7 @@ def _store_released(
 
 def _place(
     of: Refs, states: Sequence[Entries], forms: Sequence[TierShape], layer: jax.Array,
-    pairs: PaddedPairs, tier: jax.Array, fetched: jax.Array, columns: Columns, interpret: bool,
+    pairs: PaddedPairs, tier: jax.Array, fetched: jax.Array, interpret: bool,
     num_hosted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Places a layer's pairs in tiers with slots of their own: their slots, and waves if any.
@@ -320,7 +319,7 @@ def _place(
             "prefetch_waste": done.waste,
         }  # fmt: skip
         amounts |= {"prefetch_hits": ahead[0]} if ahead else {}
-        vectors.store_events(part.state.of, layer, part.state.events, columns, amounts)
+        vectors.store_events(part.state.of, layer, part.state.events, amounts)
     return slot, wave
 
 
@@ -335,7 +334,7 @@ def _hosted_rows(
 
 
 def _plan_body(
-    *refs: Ref, names: tuple[str, ...], forms: tuple[TierShape, ...], columns: Columns,
+    *refs: Ref, names: tuple[str, ...], forms: tuple[TierShape, ...],
     at_least: bool, interpret: bool,
 ) -> None:  # fmt: skip
     # The outputs come last: of what changes, they take the place of the operands.
@@ -360,12 +359,10 @@ def _plan_body(
         pltriton.store(of["hosted"].at[pairs.number], hosted, mask=pairs.inside)
     wave: jax.Array | None
     if forms[0].shares_slots:
-        slot, wave = place_planes(of, states, forms, layer, pairs, tier, columns, interpret)
+        slot, wave = place_planes(of, states, forms, layer, pairs, tier, interpret)
         wave = wave if "wave" in of else None
     else:
-        slot, wave = _place(
-            of, states, forms, layer, pairs, tier, fetched, columns, interpret, num_hosted
-        )
+        slot, wave = _place(of, states, forms, layer, pairs, tier, fetched, interpret, num_hosted)
     for state in states:
         state.of["clock"][()] = state.clock + 1
     if total is not None:
@@ -382,9 +379,7 @@ def _plan_body(
             pltriton.store(of[name].at[pairs.number], values, mask=pairs.inside)
 
 
-def _predict_body(
-    *refs: Ref, names: tuple[str, ...], form: TierShape, columns: Columns, interpret: bool
-) -> None:
+def _predict_body(*refs: Ref, names: tuple[str, ...], form: TierShape, interpret: bool) -> None:
     of = dict(zip(names, refs, strict=True))
     layer, clock = of["layer"][()], of["clock"][()]
     size, tokens = of["ids"].shape[0], of["active"].shape[0]
@@ -414,7 +409,7 @@ def _predict_body(
     vectors.store_use(of, layer, table, came, clock, 1)
     come = jnp.where(took >= 0, order, -1)
     vectors.store_jobs(of, size, come, row, quotient(layer, form.banks) * form.slots + took)
-    vectors.store_events(of, layer, events, columns, amounts)
+    vectors.store_events(of, layer, events, amounts)
 
 
 def plan_triton(
@@ -425,7 +420,6 @@ def plan_triton(
     active: jax.Array,
     *,
     forms: Sequence[TierShape],
-    columns: Columns,
     target: Target,
 ) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
     """Computes `api.plan` by Triton."""
@@ -465,9 +459,7 @@ def plan_triton(
     if shares:
         sizes |= {"base": num_pairs, "leading": sizes["streamed0"]}
     interpret = target.simulated
-    body = functools.partial(
-        _plan_body, forms=tuple(forms), columns=columns, at_least=at_least, interpret=interpret
-    )
+    body = functools.partial(_plan_body, forms=tuple(forms), at_least=at_least, interpret=interpret)
     name = f"cache_plan_{num_pairs}_of_{num_experts}_in_{'_'.join(str(f.slots) for f in forms)}"
     num_warps = _default_num_warps(most, num_pairs, 1 if shares else len(tiers))
     found = operands | _launch(body, name, operands, changed, sizes, num_warps, interpret)
@@ -509,7 +501,6 @@ def predict_triton(
     active: jax.Array,
     *,
     form: TierShape,
-    columns: Columns,
     target: Target,
 ) -> tuple[Tables, Fetch]:
     """Computes `api.predict` by Triton."""
@@ -520,7 +511,7 @@ def predict_triton(
     changed = {"table": tables.table, "events": tables.events}
     sizes = {"rows": len(ids), "slots": len(ids)}
     num_warps = _default_num_warps(form.slots, len(ids))
-    body = functools.partial(_predict_body, form=form, columns=columns, interpret=interpret)
+    body = functools.partial(_predict_body, form=form, interpret=interpret)
     name = f"cache_predict_{len(ids)}_of_{row_of.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
     tables = tables._replace(table=found["table"], events=found["events"])
@@ -535,7 +526,6 @@ def predict_shared_triton(
     active: jax.Array,
     *,
     forms: Sequence[TierShape],
-    columns: Columns,
     target: Target,
 ) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
     """Computes `api.predict_shared` by Triton."""
@@ -548,9 +538,7 @@ def predict_shared_triton(
     changed |= {f"events{i}": tier.tables.events for i, tier in enumerate(tiers)}
     sizes = {f"{name}{i}": len(ids) for name in ("rows", "slots") for i in range(2)}
     num_warps = _default_num_warps(forms[1].slots, len(ids))
-    body = functools.partial(
-        predict_shared_body, form=forms[1], columns=columns, interpret=interpret
-    )
+    body = functools.partial(predict_shared_body, form=forms[1], interpret=interpret)
     name = f"cache_predict_planes_{len(ids)}_of_{tiers[0].row_of.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
     first, second = (
