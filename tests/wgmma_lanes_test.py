@@ -285,11 +285,11 @@ class LanesTest(parameterized.TestCase):
         parts = np.full(2 * 128 * tokens, np.nan, np.float32)
         e = Lanes(0, 256, [parts.view(np.uint8)], 0)
         for part in range(2):
-            lanes.write_part(e, sums[part], 0, np.int64(part))
+            lanes.write_part(e, sums[part], np.int64(part), 0)
         self.assertFalse(np.isnan(parts).any())
         found = sums[2]
         for part in range(2):
-            found = lanes.add_part(e, found, 0, np.int64(part))
+            found = lanes.add_part(e, found, np.int64(part), 0)
         np.testing.assert_array_equal(np.asarray(found), sums[2] + sums[0] + sums[1])
 
 

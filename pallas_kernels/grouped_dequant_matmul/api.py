@@ -1,15 +1,14 @@
 """Public calls of the grouped product, and their operation."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.assignments import Assignments, Turn
 from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import mosaic, triton
 from pallas_kernels.grouped_dequant_matmul.reference import (
-    Assignments,
-    Turn,
     combine,
     down_reference,
     gate_up_reference,
@@ -24,73 +23,49 @@ LowRanks = Sequence[tuple[LowRank, ...]]
 GATE_UP: dict[str, Callable[..., jax.Array]] = {
     "mosaic": mosaic.gate_up_mosaic,
     "triton": triton.gate_up_triton,
+    REFERENCE: gate_up_reference,
 }
 DOWN: dict[str, Callable[..., jax.Array]] = {
     "mosaic": mosaic.down_mosaic,
     "triton": triton.down_triton,
+    REFERENCE: down_reference,
 }
 
 
-def _run(name: str) -> Callable[..., jax.Array]:
-    """Returns both products of a layer by one kernel."""
+class _Layer(NamedTuple):
+    """Operands of both products, whose matrices and low-rank terms go together."""
+
+    x: jax.Array
+    assignments: Assignments
+    gate_up: tuple[Tiers, LowRanks]
+    down: tuple[Tiers, LowRanks]
+    bias: jax.Array | None
+    turn: Turn | None
+
+
+def _by(name: str) -> Callable[..., jax.Array]:
+    """Returns the function that computes both products of a layer by one implementation."""
 
     def products(
-        x: jax.Array,
-        assignments: Assignments,
-        gate_up_tiers: Tiers,
-        down_tiers: Tiers,
-        gate_up_terms: LowRanks,
-        down_terms: LowRanks,
-        bias: jax.Array | None = None,
-        turn: Turn | None = None,
-        *,
-        gating: Gating = SWIGLU,
-        target: Target,
-        tiles: Tiles | None = None,
+        of: _Layer, *, gating: Gating, target: Target | None = None, tiles: Tiles | None = None
     ) -> jax.Array:
-        of_each = (gate_up_tiers, gate_up_terms), (down_tiers, down_terms)
-        if name == "mosaic" and mosaic.has_many_rows(assignments, of_each, tiles, target):
-            return mosaic.layer_mosaic(x, assignments, of_each, tiles, target, bias, gating, turn)
-        own = turn.pairs(assignments) if turn else assignments
-        hidden = GATE_UP[name](x, own, gate_up_tiers, gate_up_terms, tiles, target, bias, gating)
-        found = DOWN[name](hidden, own, down_tiers, down_terms, tiles, target)
-        return turn.joined(found, assignments.tier) if turn else found
+        each, turn = (of.gate_up, of.down), of.turn
+        if name == "mosaic" and mosaic.has_many_rows(of.assignments, each, tiles, target):
+            return mosaic.layer_mosaic(
+                of.x, of.assignments, each, tiles, target, of.bias, gating, turn
+            )
+        own = turn.pairs(of.assignments) if turn else of.assignments
+        hidden = GATE_UP[name](of.x, own, *of.gate_up, tiles, target, of.bias, gating)
+        found = DOWN[name](hidden, own, *of.down, tiles, target)
+        return turn.joined(found, of.assignments.tier) if turn else found
 
     return products
 
 
-def _reference(
-    x: jax.Array,
-    assignments: Assignments,
-    gate_up_tiers: Tiers,
-    down_tiers: Tiers,
-    gate_up_terms: LowRanks,
-    down_terms: LowRanks,
-    bias: jax.Array | None = None,
-    turn: Turn | None = None,
-    *,
-    gating: Gating = SWIGLU,
-) -> jax.Array:
-    own = turn.pairs(assignments) if turn else assignments
-    hidden = gate_up_reference(x, own, gate_up_tiers, gate_up_terms, bias, gating)
-    found = down_reference(hidden, own, down_tiers, down_terms)
-    return turn.joined(found, assignments.tier) if turn else found
-
-
-def _abstract(
-    x: jax.Array,
-    assignments: Assignments,
-    gate_up_tiers: Tiers,
-    down_tiers: Tiers,
-    gate_up_terms: LowRanks,
-    down_terms: LowRanks,
-    bias: jax.Array | None = None,
-    turn: Turn | None = None,
-    *,
-    gating: Gating = SWIGLU,
-) -> tuple[Any, ...]:
-    terms, is_plain = [*gate_up_terms, *down_terms], bias is None and gating == SWIGLU
-    return x, assignments.slot.shape[1], gate_up_tiers, down_tiers, terms, is_plain
+def _abstract(of: _Layer, *, gating: Gating) -> tuple[Any, ...]:
+    (ups, up_terms), (downs, down_terms) = of.gate_up, of.down
+    is_plain = of.bias is None and gating == SWIGLU
+    return of.x, of.assignments.slot.shape[1], ups, downs, [*up_terms, *down_terms], is_plain
 
 
 # A choice is for x [T, D], A experts a token, each tier's matrices of both products, all low-rank
@@ -98,10 +73,10 @@ def _abstract(
 OPERATION = Operation(
     "grouped_dequant_matmul",
     kernels=(
-        Implementation("mosaic", mosaic.refusal, _run("mosaic")),
-        Implementation("triton", triton.refusal, _run("triton")),
+        Implementation("mosaic", mosaic.refusal, _by("mosaic")),
+        Implementation("triton", triton.refusal, _by("triton")),
     ),
-    reference=_reference,
+    reference=_by(REFERENCE),
     abstract=_abstract,
     shared_refusals=lambda x, *_: not_half(("x is", x.dtype)),
 )
@@ -143,15 +118,11 @@ def moe_products(
     hidden_shape = (*assignments.slot.shape, gate_up_tiers[0].num_outputs // 2)
     hidden = jax.ShapeDtypeStruct(hidden_shape, x.dtype)
     down_terms = _check(hidden, assignments, down_tiers, down_low_rank)
+    ups, downs = (gate_up_tiers, gate_up_terms), (down_tiers, down_terms)
     return OPERATION(
-        x, assignments, gate_up_tiers, down_tiers, gate_up_terms, down_terms, bias, turn,
+        _Layer(x, assignments, ups, downs, bias, turn),
         gating=gating, implementation=implementation, tiles=tiles, interpret=interpret,
     )  # fmt: skip
-
-
-def _ran(assignments: Assignments, tiers: Tiers) -> jax.Array:
-    """Mask bool[T, A] of pairs that are not skipped."""
-    return (assignments.tier >= 0) & (assignments.tier < len(tiers))
 
 
 def gate_up(
@@ -169,8 +140,6 @@ def gate_up(
     """Computes silu(gate_e x_t) * up_e x_t: [T, D] to [T, A, F]; see `moe_products`."""
     terms = _check(x, assignments, tiers, low_rank)
     _check_bias(bias, assignments, tiers)
-    if implementation == REFERENCE:
-        return gate_up_reference(x, assignments, tiers, terms, bias, gating)
     return GATE_UP[implementation](
         x, assignments, tiers, terms, tiles, _target(interpret), bias, gating
     )
@@ -188,13 +157,9 @@ def down(
 ) -> jax.Array:
     """Computes sum_a weight[t, a] down_e hidden[t, a]: [T, A, F] to [T, D]."""
     terms = _check(hidden, assignments, tiers, low_rank)
-    if implementation == REFERENCE:
-        products = down_reference(hidden, assignments, tiers, terms)
-    else:
-        products = DOWN[implementation](
-            hidden, assignments, tiers, terms, tiles, _target(interpret)
-        )
-    return combine(products, _ran(assignments, tiers), assignments.weight, hidden.dtype)
+    products = DOWN[implementation](hidden, assignments, tiers, terms, tiles, _target(interpret))
+    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
+    return combine(products, ran, assignments.weight, hidden.dtype)
 
 
 def _target(interpret: bool) -> Target:

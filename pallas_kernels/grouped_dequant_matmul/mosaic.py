@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic_decode, mosaic_prefill
+from pallas_kernels.assignments import Assignments, Turn
 from pallas_kernels.gating import SWIGLU, Gating
-from pallas_kernels.grouped_dequant_matmul.reference import Assignments, Turn
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles, measured
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
@@ -97,14 +97,12 @@ def layer_mosaic(
     for what, (tiers, low_rank) in zip(("gate_up", "down"), of_each, strict=True):
         _fits_many_rows(low_rank, bias, gating)
         found = _tiles(what, (tokens, width), tiers, low_rank, tiles, target)
-        chosen.append(found if isinstance(found, WgmmaTiles) else None)
+        chosen.append(_many_row_tiles(found))
     (ups, _), (downs, _) = of_each
     return mosaic_prefill.layer(x, assignments, ups, downs, chosen, target, turn)[None]
 
 
-def _fits_many_rows(
-    low_rank: LowRanks, bias: jax.Array | None = None, gating: Gating = SWIGLU
-) -> None:
+def _fits_many_rows(low_rank: LowRanks, bias: jax.Array | None, gating: Gating) -> None:
     if any(low_rank):
         raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
     if bias is not None or gating != SWIGLU:
@@ -126,26 +124,8 @@ def gate_up_mosaic(
     gating: Gating = SWIGLU,
 ) -> jax.Array:
     """Computes `api.gate_up` by Mosaic GPU."""
-    tokens, width = assignments.slot.shape
-    tiles = _tiles("gate_up", (tokens, width), tiers, low_rank, tiles, target)
-    if not _streams(tokens, width, tiles):
-        _fits_many_rows(low_rank, bias, gating)
-        chosen = tiles if isinstance(tiles, WgmmaTiles) else None
-        return mosaic_prefill.gate_up(x, assignments, tiers, chosen, target)
-    pairs = tokens * width
-    hidden = mosaic_decode.expert_products(
-        x,
-        assignments.tier.reshape(pairs),
-        assignments.slot.reshape(pairs),
-        tuple(tiers),
-        gating=gating,
-        tiles=tiles
-        or mosaic_decode.tiles_of_experts(x, list(tiers), pairs, True, target, low_rank),
-        interpret=target.simulated,
-        low_rank=tuple(low_rank),
-        bias=None if bias is None else _as_read(bias.reshape(pairs, -1), x.dtype),
-    )
-    return hidden.reshape(tokens, width, -1)
+    found = _product("gate_up", x, assignments, tiers, low_rank, tiles, target, bias, gating)
+    return found.reshape(*assignments.slot.shape, -1)
 
 
 def down_mosaic(
@@ -157,25 +137,40 @@ def down_mosaic(
     target: Target,
 ) -> jax.Array:
     """Computes the products of `api.down` by Mosaic GPU."""
+    found = _product("down", hidden, assignments, tiers, low_rank, tiles, target)
+    return found.reshape(1, *assignments.slot.shape, -1)
+
+
+def _product(
+    what: str, rows: jax.Array, assignments: Assignments, tiers: Tiers, low_rank: LowRanks,
+    tiles: Tiles | None, target: Target, bias: jax.Array | None = None,
+    gating: Gating | None = None,
+) -> jax.Array:  # fmt: skip
+    """Computes one product of a layer, [T A, F] or [T, A, F] with a gating, else with N for F."""
     tokens, width = assignments.slot.shape
-    tiles = _tiles("down", (tokens, width), tiers, low_rank, tiles, target)
+    tiles = _tiles(what, (tokens, width), tiers, low_rank, tiles, target)
     if not _streams(tokens, width, tiles):
-        _fits_many_rows(low_rank)
-        chosen = tiles if isinstance(tiles, WgmmaTiles) else None
-        return mosaic_prefill.products(hidden, assignments, tiers, chosen, target)[None]
+        _fits_many_rows(low_rank, bias, gating or SWIGLU)
+        call = mosaic_prefill.gate_up if gating else mosaic_prefill.products
+        return call(rows, assignments, tiers, _many_row_tiles(tiles), target)
     pairs = tokens * width
-    rows = hidden.reshape(pairs, -1)
-    products = mosaic_decode.expert_products(
+    rows = rows.reshape(-1, rows.shape[-1])
+    chosen = tiles or mosaic_decode.tiles_of_experts(
+        rows[:tokens], list(tiers), pairs, gating is not None, target, low_rank
+    )
+    found: jax.Array = mosaic_decode.expert_products(
         rows,
         assignments.tier.reshape(pairs),
         assignments.slot.reshape(pairs),
         tuple(tiers),
-        gating=None,
-        tiles=tiles
-        or mosaic_decode.tiles_of_experts(
-            rows[:tokens], list(tiers), pairs, False, target, low_rank
-        ),
+        gating=gating,
+        tiles=chosen,
         interpret=target.simulated,
         low_rank=tuple(low_rank),
+        bias=None if bias is None else _as_read(bias.reshape(pairs, -1), rows.dtype),
     )
-    return products.reshape(1, tokens, width, -1)
+    return found
+
+
+def _many_row_tiles(tiles: Tiles | None) -> WgmmaTiles | None:
+    return tiles if isinstance(tiles, WgmmaTiles) else None

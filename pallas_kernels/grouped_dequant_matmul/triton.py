@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
+from pallas_kernels.assignments import Assignments
 from pallas_kernels.dequant_matmul.tiles import TritonTiles
 from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import tiles as rules
-from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
 from pallas_kernels.packed import LowRank, PackedMatrices, with_scale_pairs
 from pallas_kernels.target import Target, platform_refusal

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
 from pallas_kernels.mosaic_decode.support import KINDS, of_row_ends
-from pallas_kernels.mosaic_prefill import registers
+from pallas_kernels.mosaic_prefill import lanes, registers
 from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
 from pallas_kernels.mosaic_prefill.rounds import Rounds
@@ -142,7 +142,8 @@ def _body(
         if "out_room" in rooms:
             _store_rounded(tiles, item.row, item.token, sums, rooms["out_room"], out)
         else:
-            registers.store_sums(sums, item.row, item.token, out, (num_tokens, num_rows))
+            write = functools.partial(lanes.write_sums, shape=(num_tokens, num_rows))
+            registers.store(write, sums, [item.row, item.token], [out])
 
     if not shared:
         work(parts, rounds.num_pieces(worker), item_of, store_tile)
@@ -171,7 +172,7 @@ def _body(
 
         @pl.when(jnp.logical_not(is_last))
         def _() -> None:
-            registers.store_part(sums, worker, shared[0])
+            registers.store(lanes.write_part, sums, [worker], shared)
             plgpu.semaphore_signal(parts_stored(item.last_worker), memory_scope="gpu")
 
     work(parts, rounds.num_pieces(worker), item_of, store)

@@ -8,7 +8,7 @@ them belong to another block and are not stored.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
+from pallas_kernels.assignments import Assignments, Turn
 from pallas_kernels.mosaic_decode.emit import Value
 from pallas_kernels.mosaic_decode.support import KINDS
 from pallas_kernels.mosaic_prefill import lanes, registers
@@ -42,46 +43,6 @@ class _ExpertBlocks(NamedTuple):
     first_block: jax.Array  # int32[tiers + 1]: of each tier, then the end of the last
 
 
-class _AssignmentArrays(Protocol):
-    """Interface of `grouped_dequant_matmul.Assignments`, which is in a higher layer."""
-
-    @property
-    def tier(self) -> jax.Array:
-        """Tiers int32[T, A]; outside 0 .. tiers - 1 for skipped pairs."""
-
-    @property
-    def slot(self) -> jax.Array:
-        """Slots int32[T, A]."""
-
-    @property
-    def weight(self) -> jax.Array:
-        """Weights float32[T, A]."""
-
-
-class _Turn(Protocol):
-    """Interface of `grouped_dequant_matmul.Turn`."""
-
-    @property
-    def number(self) -> int | jax.Array:
-        """Tier of the assignments that run."""
-
-    @property
-    def count(self) -> int:
-        """Number of tiers that the assignments have."""
-
-    @property
-    def slots(self) -> int:
-        """Most slots of a tier."""
-
-    @property
-    def before(self) -> jax.Array | None:
-        """Products float32[1, T, A, N] of earlier turns."""
-
-    @property
-    def spared(self) -> int:
-        """Number of multiprocessors left to others."""
-
-
 def refusal_grouped(
     x: Operand, width: int, gate_up_tiers: Tiers, down_tiers: Tiers, target: Target
 ) -> str | None:
@@ -97,7 +58,7 @@ def refusal_grouped(
 
 def gate_up(
     x: jax.Array,  # [T, D] in bfloat16 or float16
-    assignments: _AssignmentArrays,
+    assignments: Assignments,
     tiers: Tiers,  # for each tier S matrices [2F, D], gate rows first
     tiles: WgmmaTiles | None,
     target: Target,
@@ -110,13 +71,13 @@ def gate_up(
 
 def layer(
     x: jax.Array,
-    assignments: _AssignmentArrays,
+    assignments: Assignments,
     gate_up_tiers: Tiers,
     down_tiers: Tiers,
     tiles: Sequence[WgmmaTiles | None],  # of each product
     target: Target,
     # the tiers that it counts are those of all calls, and this one has its own alone
-    turn: _Turn | None = None,
+    turn: Turn | None = None,
 ) -> jax.Array:
     """Computes `products` of what `gate_up` gives, whose rows stay in the order of matrices."""
     ups = _Call(assignments, gate_up_tiers, tiles[0], target, paired=True, turn=turn)
@@ -129,7 +90,7 @@ def layer(
 
 def products(
     rows: jax.Array,  # [T, A, K], or [T, K] if the pairs of a token share a row
-    assignments: _AssignmentArrays,
+    assignments: Assignments,
     tiers: Tiers,  # for each tier S matrices [N, K]
     tiles: WgmmaTiles | None,
     target: Target,
@@ -143,9 +104,7 @@ def products(
     return found.reshape(*assignments.slot.shape, -1)
 
 
-def _zero_where_skipped(
-    found: jax.Array, assignments: _AssignmentArrays, tiers: Tiers
-) -> jax.Array:
+def _zero_where_skipped(found: jax.Array, assignments: Assignments, tiers: Tiers) -> jax.Array:
     ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
     found = found.reshape(*ran.shape, -1)
     return jnp.where(ran[..., None], found, jnp.zeros((), found.dtype))
@@ -155,8 +114,8 @@ class _Call:
     """One product of a layer: a launch per tier, whose blocks it finds in device memory."""
 
     def __init__(
-        self, assignments: _AssignmentArrays, tiers: Tiers, tiles: WgmmaTiles | None,
-        target: Target, paired: bool, turn: _Turn | None = None,
+        self, assignments: Assignments, tiers: Tiers, tiles: WgmmaTiles | None,
+        target: Target, paired: bool, turn: Turn | None = None,
     ) -> None:  # fmt: skip
         num_tokens, self.width = assignments.slot.shape
         counts = [weights.num_slots for weights in tiers]
@@ -265,7 +224,7 @@ def _body(
         if "out_room" in rooms:
             room = rooms["out_room"].at[lax.axis_index("warpgroup")]
             refs = [room.at[0], room.at[1], *refs]
-        registers.store_pairs(emit, sums, places, refs)
+        registers.store(emit, sums, places, refs)
 
     work(parts, lax.div(num_items + (stride - 1), jnp.int32(stride)), item_of, store)
 

@@ -194,7 +194,7 @@ def _part_address(e: Emitter, ref: Value, part: Value, num_columns: int) -> Valu
     return e.offset(e.offset(e.address(ref), number, 4 * ROWS * num_columns), index, 16)
 
 
-def write_part(e: Emitter, sums: Sequence[Sequence[Value]], ref: Value, part: Value) -> None:
+def write_part(e: Emitter, sums: Sequence[Sequence[Value]], part: Value, ref: Value) -> None:
     """Writes a warpgroup's sums [64, n] to a part of device memory, four of a lane together."""
     at = _part_address(e, ref, part, 8 * len(sums))
     for i, four in enumerate(sums):
@@ -203,7 +203,7 @@ def write_part(e: Emitter, sums: Sequence[Sequence[Value]], ref: Value, part: Va
 
 
 def add_part(
-    e: Emitter, sums: Sequence[Sequence[Value]], ref: Value, part: Value
+    e: Emitter, sums: Sequence[Sequence[Value]], part: Value, ref: Value
 ) -> list[list[Value]]:
     """Adds a part to a warpgroup's sums [64, n]; loads go ahead of the sums."""
     at = _part_address(e, ref, part, 8 * len(sums))

@@ -101,47 +101,22 @@ def store_rounded(kind: str, sums: jax.Array, out: Any, first: int) -> None:
     _inline(store, (plgpu.Layout.WGMMA, plgpu.RefType((ROW_OF_128,))), None)(sums, out)
 
 
-def store_sums(
-    sums: jax.Array, first_row: jax.Array, first_token: jax.Array, out: Any, shape: tuple[int, int]
-) -> None:
-    """Stores sums [64, n], in wgmma's layout, in float32 `out`; see `write_sums`."""
-
-    def store(_: Any, sums: Any, first_row: Any, first_token: Any, ref: Value) -> None:
-        e = Emitter()
-        places = (_scalar(first_row), _scalar(first_token))
-        lanes.write_sums(e, _columns(e, sums), *places, ref, shape)
-
-    _inline(store, (plgpu.Layout.WGMMA, _SCALAR, _SCALAR, plgpu.RefType()), None)(
-        sums, first_row, first_token, out
-    )
-
-
-def store_part(sums: jax.Array, part: jax.Array, out: Any) -> None:
-    """Stores sums [64, n], in wgmma's layout, in a part of `out`; see `lanes.write_part`."""
-
-    def store(_: Any, sums: Any, part: Any, ref: Value) -> None:
-        e = Emitter()
-        lanes.write_part(e, _columns(e, sums), ref, _scalar(part))
-
-    _inline(store, (plgpu.Layout.WGMMA, _SCALAR, plgpu.RefType()), None)(sums, part, out)
-
-
 def add_part(sums: jax.Array, part: jax.Array, stored: Any) -> jax.Array:
-    """Adds a part that `store_part` left to sums [64, n]."""
+    """Adds a part that `lanes.write_part` left to sums [64, n]."""
 
     def add(_: Any, sums: Any, part: Any, ref: Value) -> mgpu.FragmentedArray:
         e = Emitter()
-        found = lanes.add_part(e, _columns(e, sums), ref, _scalar(part))
+        found = lanes.add_part(e, _columns(e, sums), _scalar(part), ref)
         return _sums_of(e, found, sums)
 
     of = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
     return _inline(add, (plgpu.Layout.WGMMA, _SCALAR, plgpu.RefType()), of)(sums, part, stored)
 
 
-def store_pairs(
+def store(
     make: Callable[..., None], sums: jax.Array, scalars: Sequence[jax.Array], refs: Sequence[Any]
 ) -> None:
-    """Emits a function such as `grouped._scatter_sums` for the sums of a warpgroup.
+    """Emits a function such as `lanes.write_part` for the sums of a warpgroup.
 
     Args:
       make: takes the instructions, the sums as in `lanes.write_rounded`, scalars and references.
@@ -150,13 +125,13 @@ def store_pairs(
       refs: arrays in device memory, or rooms in shared memory without transforms.
     """
 
-    def store(_: Any, sums: Any, *rest: Any) -> None:
+    def stored(_: Any, sums: Any, *rest: Any) -> None:
         e = Emitter()
         places = [_scalar(value) for value in rest[: len(scalars)]]
         make(e, _columns(e, sums), *places, *rest[len(scalars) :])
 
     types = (plgpu.Layout.WGMMA,) + (_SCALAR,) * len(scalars) + (plgpu.RefType(),) * len(refs)
-    _inline(store, types, None)(sums, *scalars, *refs)
+    _inline(stored, types, None)(sums, *scalars, *refs)
 
 
 def _inline(
