@@ -22,6 +22,7 @@ from pallas_kernels import (
     router_topk,
     row_gather,
 )
+from pallas_kernels.gating import SWIGLU
 from pallas_kernels.op import Implementation, Operation
 from pallas_kernels.target import SIMULATED, Target, target_of
 from tests.gpu_programs import shapes_of_matrices, shapes_of_terms
@@ -66,13 +67,14 @@ def whole(*sizes: int) -> jax.ShapeDtypeStruct:
 
 def _layer_case() -> Case:
     # Gate and up of a tier, then down: F 256.
-    tiers = [[shapes_of_matrices(Form(4), 3, n, 256)] for n in (512, 256)]
+    each = [([shapes_of_matrices(Form(4), 3, n, 256)], [()]) for n in (512, 256)]
     pairs = grouped_dequant_matmul.Assignments(whole(2, 2), whole(2, 2), wide(2, 2))
+    layer = grouped_dequant_matmul.api._Layer(half(2, 256), pairs, *each, bias=None, turn=None)
     return Case(
         grouped_dequant_matmul.OPERATION,
-        (half(2, 256), pairs, *tiers, [()], [()]),
-        {},
-        ((({0: wide(2, 256)}), ("x is float32, not bfloat16 or float16; ",)),),
+        (layer,),
+        {"gating": SWIGLU},
+        ((({0: layer._replace(x=wide(2, 256))}), ("x is float32, not bfloat16 or float16; ",)),),
     )
 
 

@@ -47,7 +47,7 @@ def _by(name: str) -> Callable[..., jax.Array]:
     """Returns the function that computes both products of a layer by one implementation."""
 
     def products(
-        of: _Layer, *, gating: Gating, target: Target | None = None, tiles: Tiles | None = None
+        of: _Layer, *, gating: Gating, target: Any = None, tiles: Tiles | None = None
     ) -> jax.Array:
         each, turn = (of.gate_up, of.down), of.turn
         if name == "mosaic" and mosaic.has_many_rows(of.assignments, each, tiles, target):

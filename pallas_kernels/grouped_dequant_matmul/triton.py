@@ -31,7 +31,7 @@ from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
 from pallas_kernels.triton.elements import quotient, remainder
-from pallas_kernels.triton.product import Columns, Span
+from pallas_kernels.triton.product import Columns, Span, columns_of
 
 Ref = Any
 Tiers = Sequence[PackedMatrices]
@@ -105,7 +105,7 @@ def _jobs(operands: _Operands, static: _Static, run: Any) -> None:
 
     def with_columns(job: _Job) -> None:
         rows = quotient(job.pairs, static.row_width)
-        found = [_gathered_columns(operands.rows, sums, rows, job.mask) for sums in operands.sums]
+        found = [columns_of(operands.rows, sums, rows, job.mask) for sums in operands.sums]
         run(job, found)
 
     _for_each_job(
@@ -428,34 +428,6 @@ def _pair_job(
     return job, remainder(before, columns) == 0
 
 
-def _gathered_columns(x: Ref, sums: Ref | None, rows: jax.Array, mask: jax.Array) -> Columns:
-    """Gathers rows of x [R, K] by index; zero where masked.
-
-    Args:
-      sums: ref of `sums_of` x, or None.
-      rows: int32[columns].
-      mask: bool[columns].
-    """
-    num_inputs = x.shape[1]
-
-    def load(first: Any, count: int) -> jax.Array:
-        k = first + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
-        inside = mask[:, None] & (k < num_inputs)[None, :]
-        view: Ref = x.at[rows[:, None], k[None, :]]
-        return pltriton.load(view, mask=inside, other=0.0)
-
-    def load_sums(index: Any) -> jax.Array:
-        assert sums is not None
-        return pltriton.load(sums.at[index, rows], mask=mask, other=0.0)
-
-    return Columns(load, None if sums is None else load_sums, x.dtype)
-
-
-def _max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
-    """Most blocks needed: each matrix adds at most one partial block."""
-    return min(num_pairs, num_pairs // rows + num_matrices)
-
-
 def _make_blocks(assignments: Assignments, tiers: Sequence[PackedMatrices], rows: int) -> _Blocks:
     """Sorts pairs by tier and slot, those of one matrix in their order, skipped ones last.
 
@@ -466,7 +438,8 @@ def _make_blocks(assignments: Assignments, tiers: Sequence[PackedMatrices], rows
     num_pairs = tier.shape[0]
     most = max(weights.num_slots for weights in tiers)
     num_matrices = sum(weights.num_slots for weights in tiers) + 1
-    num_blocks = _max_blocks(num_pairs, rows, num_matrices)
+    # Each matrix adds at most one partial block.
+    num_blocks = min(num_pairs, num_pairs // rows + num_matrices)
     runs = (tier >= 0) & (tier < len(tiers))
     key = jnp.where(runs, tier * most + jnp.clip(slot, 0, most - 1), len(tiers) * most)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)

@@ -19,6 +19,7 @@ power of two: x is multiplied by a part of it (`CodeFormat.x_power`), each scale
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pallas_kernels import layout, mxfp4
@@ -140,6 +141,16 @@ def pair(kind: str, power: int, negative: bool = False) -> int:
     """Word whose halves are both +-2^power."""
     half = ONE[kind] + (power << MANTISSA[kind]) | (0x8000 if negative else 0)
     return half * 0x10001
+
+
+def number_of(e: Mlir, words: Sequence[Value], index: int, size: int) -> Value:
+    """Reads a scale or zero of `size` bytes as float32 among words in memory order."""
+    word, within = divmod(index * size, 4)
+    if size == 4:
+        return e.f32_of_bits(words[word])
+    if size == 1:
+        return e.byte_to_f32(words[word], within)
+    return e.half_to_f32(words[word], within // 2)
 
 
 def prepare(e: Mlir, form: CodeFormat, raw: list[Value], high: Value) -> list[Value]:

@@ -16,7 +16,14 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.mosaic_decode.emit import Mlir, Value
-from pallas_kernels.mosaic_decode.fragments import STEP, CodeFormat, pair, prepare, values
+from pallas_kernels.mosaic_decode.fragments import (
+    STEP,
+    CodeFormat,
+    number_of,
+    pair,
+    prepare,
+    values,
+)
 from pallas_kernels.mosaic_decode.matrix import (
     HALF_LINE,
     ROWS,
@@ -350,14 +357,14 @@ class Stream:
         if form.is_mxfp4:  # its exponent, in the highest byte
             top = e.permute(words[group // 4], 0, group % 4 << 12 | 0x0444)
             return e.fmul(e.f32_of_bits(e.shr(top, 1)), 2.0**form.scale_power)
-        return _value(self.e, words, group, self.matrix.scale_bytes)
+        return number_of(self.e, words, group, self.matrix.scale_bytes)
 
     def _zeros(self, constants: list[list[list[Value]]], group: int) -> list[Value]:
         m = self.matrix
         if m.zero_kind == "symmetric":
             return [float(2 ** (m.form.bits - 1))] * 2
         size = m.scale_bytes if m.zero_kind == "float" else 1
-        return [_value(self.e, words, group, size) for words in constants[1]]
+        return [number_of(self.e, words, group, size) for words in constants[1]]
 
     def _scaled(self, words: list[Value], step: int) -> list[Value]:
         """Scales x of a step by 2^-i, or as all steps of MXFP4."""
@@ -393,15 +400,6 @@ class BlockOfX:
 
     words: list[list[list[Value]]]  # column tiles, steps, 4 words
     sums: Callable[[int, int], list[Value]]  # of a group and column tile: `Stream._sums`
-
-
-def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
-    """Extracts one scale or zero of a row as float32."""
-    word, within = divmod(index * size, 4)
-    found = words[word]
-    if size == 4:
-        return e.f32_of_bits(found)
-    return e.byte_to_f32(found, within) if size == 1 else e.half_to_f32(found, within // 2)
 
 
 def _repeated(e: Mlir, words: list[Value], index: int, size: int, times: int) -> Value:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from pallas_kernels import layout
 from pallas_kernels.mosaic_decode.emit import Value
+from pallas_kernels.mosaic_decode.fragments import number_of
 from pallas_kernels.mosaic_prefill.emit import BYTE_OFFSET, Emitter
 from pallas_kernels.packed import PackedMatrices
 
@@ -127,11 +128,11 @@ class MatrixFormat:
           row: 0 or 1.
         """
         per_row = self._registers(self.scale_bytes)
-        scale = _number(e, constants[row * per_row :], group, self.scale_bytes)
+        scale = number_of(e, constants[row * per_row :], group, self.scale_bytes)
         if self.zero_kind == "symmetric":
             return scale, float(2 ** (self.bits - 1))
         rest = constants[2 * per_row + row * self._registers(self.zero_bytes) :]
-        zero = _number(e, rest, group, self.zero_bytes)
+        zero = number_of(e, rest, group, self.zero_bytes)
         if not self.apart:
             return scale, zero
         derived = layout.prefix_constants(self.bits)
@@ -154,16 +155,6 @@ def form_of(weights: PackedMatrices, kind: str, paired: bool = False) -> MatrixF
         paired=paired,
         apart=bool(weights.refinements),
     )
-
-
-def _number(e: Emitter, words: Sequence[Value], index: int, size: int) -> Value:
-    """Reads a scale or zero of `size` bytes as float32 among words in memory order."""
-    word, within = divmod(index * size, 4)
-    if size == 4:
-        return e.f32_of_bits(words[word])
-    if size == 1:
-        return e.byte_to_f32(words[word], within)
-    return e.half_to_f32(words[word], within // 2)
 
 
 def lane_words(form: MatrixFormat) -> list[tuple[int, int, int]]:

@@ -205,10 +205,12 @@ class Columns(NamedTuple):
     dtype: Any
 
 
-def columns_of(x_ref: Ref, sums_ref: Ref | None, rows: jax.Array) -> Columns:
-    """Loads rows of x; those beyond the last are zero."""
+def columns_of(
+    x_ref: Ref, sums_ref: Ref | None, rows: jax.Array, mask_m: jax.Array | None = None
+) -> Columns:
+    """Loads rows of x; those where the mask is not set, by default beyond the last, are zero."""
     num_rows, num_inputs = x_ref.shape
-    mask_m = rows < num_rows
+    mask_m = rows < num_rows if mask_m is None else mask_m
 
     def load(first: Any, count: int) -> jax.Array:
         k = first + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
