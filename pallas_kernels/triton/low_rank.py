@@ -93,59 +93,45 @@ def add_terms(
     tiles: tuple[Int, int] | None = None,
 ) -> jax.Array:
     """Adds U (V x) to `acc`: the epilogue of a tile."""
+
+    def with_term(acc: jax.Array, terms: LowRank, first: int) -> jax.Array:
+        local = rows - terms.first_row
+        inside = (local >= 0) & (local < terms.num_rows)
+        local = jnp.clip(local, 0, terms.num_rows - 1)
+        rank, start = terms.rank[slot], terms.start[slot]
+        parts = thin.shape[0]
+        steps = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
+
+        def add(acc: jax.Array, tile: Int) -> jax.Array:
+            r = tile * TILE + steps
+            used = r < rank
+            pool_rows = start + jnp.where(used, r, 0)
+            u = element_values(terms.u, 0, pool_rows[None, :], local[:, None])
+            u = jnp.where(inside[:, None] & used[None, :], u, 0.0)
+            mask = used[:, None] & columns_mask[None, :]
+            total = jnp.zeros((TILE, columns.shape[0]), jnp.float32)
+            for part in range(parts):
+                view = thin.at[part, columns[None, :], (first + r)[:, None]]
+                total = total + pltriton.load(view, mask=mask, other=0.0)
+            # Three products of bfloat16 parts: what they drop is 2^-16 of the term.
+            three = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+            precision = jax.lax.Precision.HIGHEST if interpret else three
+            return acc + pltriton.dot(u, total, precision=precision)
+
+        first_tile, num_tiles = tiles or (0, _padded(terms) // TILE)
+        # Not a loop: Triton would keep several of its turns in shared memory.
+        for i in range(num_tiles):
+            run = functools.partial(add, tile=first_tile + i)
+            acc = jax.lax.cond((first_tile + i) * TILE < rank, run, lambda acc: acc, acc)
+        return acc
+
     first = 0
     for terms in low_rank:
         if within[0] < terms.first_row + terms.num_rows and terms.first_row < within[1]:
-            acc = _add_term(
-                acc, terms, slot, rows, thin, columns, columns_mask, first, interpret,
-                *(tiles or (0, _padded(terms) // TILE)),
-            )  # fmt: skip
+            acc = with_term(acc, terms, first)
         first += _padded(terms)
     return acc
 
 
 def _padded(terms: LowRank) -> int:
     return math.ceil(terms.max_rank / TILE) * TILE
-
-
-def _add_term(
-    acc: jax.Array,
-    terms: LowRank,
-    slot: Int,
-    rows: jax.Array,
-    thin: Ref,
-    columns: jax.Array,
-    columns_mask: jax.Array,
-    first: int,
-    interpret: bool,
-    first_tile: Int,
-    num_tiles: int,
-) -> jax.Array:
-    local = rows - terms.first_row
-    inside = (local >= 0) & (local < terms.num_rows)
-    local = jnp.clip(local, 0, terms.num_rows - 1)
-    rank, start = terms.rank[slot], terms.start[slot]
-    parts = thin.shape[0]
-    steps = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
-
-    def add(acc: jax.Array, tile: Int) -> jax.Array:
-        r = tile * TILE + steps
-        used = r < rank
-        pool_rows = start + jnp.where(used, r, 0)
-        u = element_values(terms.u, 0, pool_rows[None, :], local[:, None])
-        u = jnp.where(inside[:, None] & used[None, :], u, 0.0)
-        mask = used[:, None] & columns_mask[None, :]
-        total = jnp.zeros((TILE, columns.shape[0]), jnp.float32)
-        for part in range(parts):
-            view = thin.at[part, columns[None, :], (first + r)[:, None]]
-            total = total + pltriton.load(view, mask=mask, other=0.0)
-        # Three products of bfloat16 parts: what they drop is 2^-16 of the term.
-        three = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-        precision = jax.lax.Precision.HIGHEST if interpret else three
-        return acc + pltriton.dot(u, total, precision=precision)
-
-    # Not a loop: Triton would keep several of its turns in shared memory.
-    for i in range(num_tiles):
-        run = functools.partial(add, tile=first_tile + i)
-        acc = jax.lax.cond((first_tile + i) * TILE < rank, run, lambda acc: acc, acc)
-    return acc
