@@ -297,7 +297,7 @@ class RefusalsTest(parameterized.TestCase):
     def test_plain_rows_that_end_in_half_a_block_are_refused(self):
         x = jnp.zeros((64, 384), jnp.bfloat16)
         weights = plain(jnp.zeros((2, 128, 384), jnp.bfloat16))
-        found = "; ".join(refusals(x, weights, Target("gpu", (9, 0))))
+        found = "; ".join(refusals(x, [weights], Target("gpu", (9, 0))))
         self.assertIn("K 384 is no multiple of 256", found)
 
 

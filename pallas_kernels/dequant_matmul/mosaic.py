@@ -39,8 +39,7 @@ def refusal(
     if _streams(x, None):
         found = mosaic_decode.refusals(x, [weights], target, [low_rank] if fused else ())
     else:
-        reason = mosaic_prefill.refusal_dense(x, weights, target)
-        found = [reason] if reason else []
+        found = mosaic_prefill.refusals(x, [weights], target)
         if target.simulated:
             found.append("its kernel for many rows has no interpret mode")
     if not fused:

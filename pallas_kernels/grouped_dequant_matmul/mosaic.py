@@ -50,8 +50,7 @@ def refusal(
         if any(weights.num_outputs % 32 for weights in gate_up_tiers):
             found.append(f"F {gate_up_tiers[0].num_outputs // 2} is no multiple of 16")
     else:
-        reason = mosaic_prefill.refusal_grouped(x, width, gate_up_tiers, down_tiers, target)
-        found = [reason] if reason else []
+        found = mosaic_prefill.refusals(x, [*gate_up_tiers, *down_tiers], target)
         if target.simulated:
             found.append("its kernel for many rows has no interpret mode")
         if any(low_rank):

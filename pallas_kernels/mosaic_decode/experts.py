@@ -84,11 +84,6 @@ class _Plan:
         return self.tiles.num_warps * self.tiles.depth * max(map(tile_bytes, self.tiers))
 
     @property
-    def of_x_bytes(self) -> int:
-        """Shared memory of a warp's sums of x, if they are kept."""
-        return self.tiles.expert_x_bytes(self.tiers)
-
-    @property
     def main_bytes(self) -> int:
         """Shared memory of everything but the terms."""
         beside = self.tiles.expert_bytes(self.tiers, self.halves)
@@ -278,7 +273,9 @@ class _Block:
         self.sums = e.add(shared, plan.jobs_bytes)
         self.rings = e.add(self.sums, plan.sums_bytes)
         of_x = e.add(self.rings, plan.ring_bytes)
-        self.of_x = e.add(of_x, e.add(e.mul(self.warp, plan.of_x_bytes), e.mul(self.lane.t, 16)))
+        self.of_x = e.add(
+            of_x, e.add(e.mul(self.warp, tiles.expert_x_bytes(plan.tiers)), e.mul(self.lane.t, 16))
+        )
         self.of_terms = e.add(shared, plan.main_bytes)
 
     def first_output(self, item: Value) -> Value:

@@ -1,8 +1,7 @@
 """Products of many rows with packed weights unpacked in registers (Mosaic GPU, Hopper's wgmma)."""
 
 from pallas_kernels.mosaic_prefill.dense import dense as dense
-from pallas_kernels.mosaic_prefill.dense import refusal_dense as refusal_dense
+from pallas_kernels.mosaic_prefill.dense import refusals as refusals
 from pallas_kernels.mosaic_prefill.grouped import gate_up as gate_up
 from pallas_kernels.mosaic_prefill.grouped import layer as layer
 from pallas_kernels.mosaic_prefill.grouped import products as products
-from pallas_kernels.mosaic_prefill.grouped import refusal_grouped as refusal_grouped

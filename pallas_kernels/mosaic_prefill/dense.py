@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,14 +24,13 @@ from pallas_kernels.target import Target
 Operand = jax.Array | jax.ShapeDtypeStruct
 
 
-def refusal_dense(x: Operand, weights: PackedMatrices, target: Target) -> str | None:
-    """Reason why `dense` refuses these shapes on a target, or None."""
-    reasons = refusals(x, weights, target)
-    return "; ".join(reasons) or None
+def refusals(x: Operand, tiers: Sequence[PackedMatrices], target: Target) -> list[str]:
+    """Lists every reason against multiplying rows like x [..., K] by the tiers' matrices."""
+    reasons = [reason for weights in tiers for reason in _of_matrices(x, weights, target)]
+    return list(dict.fromkeys(reasons))
 
 
-def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
-    """Lists every reason against one form of matrices."""
+def _of_matrices(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
     found = []
     if jax.__version_info__ < (0, 11, 2):
         found.append(f"jax {jax.__version__} is older than 0.11.2")

@@ -20,7 +20,6 @@ from pallas_kernels.assignments import Assignments, Turn
 from pallas_kernels.mosaic_decode.emit import Value
 from pallas_kernels.mosaic_decode.support import KINDS
 from pallas_kernels.mosaic_prefill import lanes, registers
-from pallas_kernels.mosaic_prefill.dense import Operand, refusals
 from pallas_kernels.mosaic_prefill.emit import Emitter
 from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, MatrixFormat, form_of
 from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
@@ -41,19 +40,6 @@ class _ExpertBlocks(NamedTuple):
     # that are worked off together. What is beyond the last tier's blocks means nothing.
     table: jax.Array
     first_block: jax.Array  # int32[tiers + 1]: of each tier, then the end of the last
-
-
-def refusal_grouped(
-    x: Operand, width: int, gate_up_tiers: Tiers, down_tiers: Tiers, target: Target
-) -> str | None:
-    """Reason why `gate_up` and `down` refuse these shapes on a target, or None."""
-    del width
-    reasons = [
-        reason
-        for weights in (*gate_up_tiers, *down_tiers)
-        for reason in refusals(x, weights, target)
-    ]
-    return "; ".join(dict.fromkeys(reasons)) or None
 
 
 def gate_up(
