@@ -4,6 +4,7 @@ The contracts of the products check their values.
 """
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -171,6 +172,15 @@ class KernelTest(HostTestCase):
         expected = packed_operands.product(x, weights, 1)
         return packed_operands.violation(np.asarray(y), *expected, x.dtype.name)
 
+    def check_broken(
+        self, x: np.ndarray, weights: PackedMatrices, tiles: StreamTiles, owner: Any, name: str,
+        broken: Any,
+    ) -> None:  # fmt: skip
+        """The value is right, and is no longer with another function in place of one."""
+        self.assertIsNone(self.violation(x, weights, tiles))
+        with mock.patch.object(owner, name, broken):
+            self.assertIsNotNone(self.violation(x, weights, tiles))
+
     @parameterized.product(bits=(2, 3, 4, 8), size=(1e-3, 1e-4))
     def test_small_fp16_activations_lose_nothing(self, bits, size):
         x, weights = self.operands(packed_operands.Form(bits), 2, (32, 512), "float16")
@@ -196,12 +206,9 @@ class KernelTest(HostTestCase):
          (right(self, size, step)[0] // 2, *right(self, size, step)[1:])),
         (Stream, "_of_short_groups", lambda self, short_block, rows, size: rows),
     )  # fmt: skip
-    def test_a_wrong_kernel_of_half_a_block_fails(self, owner, name, broken):
+    def test_a_wrong_kernel_of_half_a_block_fails(self, *wrong):
         x, weights = self.operands(packed_operands.Form(4), 9, (32, 384))
-        tiles = StreamTiles(1, 1, 4)
-        self.assertIsNone(self.violation(x, weights, tiles))
-        with mock.patch.object(owner, name, broken):
-            self.assertIsNotNone(self.violation(x, weights, tiles))
+        self.check_broken(x, weights, StreamTiles(1, 1, 4), *wrong)
 
     @parameterized.parameters(
         (_Simulator, "permute", lambda self, low, high, selector, right=_Simulator.permute:
@@ -212,12 +219,9 @@ class KernelTest(HostTestCase):
         (fragments, "_floats_of_mxfp4", lambda e, kind, word, at, right=fragments._floats_of_mxfp4:
          right(e, kind, word, at ^ 1)),
     )  # fmt: skip
-    def test_a_wrong_kernel_of_short_rows_fails(self, owner, name, broken):
+    def test_a_wrong_kernel_of_short_rows_fails(self, *wrong):
         x, weights = self.operands(MXFP4, 9, (32, 576))
-        tiles = StreamTiles(1, 1, 4)
-        self.assertIsNone(self.violation(x, weights, tiles))
-        with mock.patch.object(owner, name, broken):
-            self.assertIsNotNone(self.violation(x, weights, tiles))
+        self.check_broken(x, weights, StreamTiles(1, 1, 4), *wrong)
 
     @parameterized.parameters(
         (packed_operands.Form(8, 32), 384, "groups of 32 of 8 bits"),
@@ -231,22 +235,16 @@ class KernelTest(HostTestCase):
 
     @slow.repeats()
     @parameterized.parameters(*BROKEN)
-    def test_a_wrong_kernel_fails(self, owner, name, broken):
+    def test_a_wrong_kernel_fails(self, *wrong):
         x, weights = self.operands(packed_operands.Form(3), 9, (64, 2048))
-        tiles = StreamTiles(row_tiles=2, warps_n=1, warps_k=4)
-        self.assertIsNone(self.violation(x, weights, tiles))
-        with mock.patch.object(owner, name, broken):
-            self.assertIsNotNone(self.violation(x, weights, tiles))
-        self.assertIsNone(self.violation(x, weights, tiles))
+        self.check_broken(x, weights, StreamTiles(row_tiles=2, warps_n=1, warps_k=4), *wrong)
 
     @parameterized.parameters(*BROKEN, *BROKEN_KEPT)
     @pytest.mark.slow
-    def test_a_wrong_kernel_of_two_column_tiles_fails(self, owner, name, broken):
+    def test_a_wrong_kernel_of_two_column_tiles_fails(self, *wrong):
         x, weights = self.operands(packed_operands.Form(3), 16, (64, 4096))
         tiles = StreamTiles(row_tiles=2, warps_n=1, warps_k=4, kept=True, cluster=2)
-        with mock.patch.object(owner, name, broken):
-            self.assertIsNotNone(self.violation(x, weights, tiles))
-        self.assertIsNone(self.violation(x, weights, tiles))
+        self.check_broken(x, weights, tiles, *wrong)
 
     @slow.repeats(lambda form: form)
     @parameterized.product(
