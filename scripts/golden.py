@@ -67,19 +67,12 @@ _MOST = flags.DEFINE_integer("most", 12, "lines of differences of each configura
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One configuration.
+    """One configuration."""
 
-    Attributes:
-      model: "demo", "tiny", "tiny_milo", "long" or one of `model_kinds.KINDS`.
-      limits: of memory; None for none.
-      policy: None for none.
-      work: what is asked of the engine: adds to the record.
-    """
-
-    model: str = "tiny"
-    limits: dict[str, Any] | None = None
-    policy: dict[str, Any] | None = None
-    work: Callable[["Recording"], None]
+    model: str = "tiny"  # "demo", "tiny", "tiny_milo", "long" or one of `model_kinds.KINDS`
+    limits: dict[str, Any] | None = None  # of memory; None for none
+    policy: dict[str, Any] | None = None  # None for none
+    work: Callable[["Recording"], None]  # what is asked of the engine: adds to the record
 
 
 class Recording:

@@ -23,18 +23,13 @@ _OUTPUT = re.compile(r"(?<=\s)(--(?:config\.)?out(?:put)?=)\S+")
 _PROGRAMS = re.compile(r" --(?:cache|programs|config\.compilation_cache|turn)=\S+")
 
 
-def command_of(command: str, path: str) -> str:
-    """Command that one types to have the row where it stands."""
-    return _PROGRAMS.sub("", _OUTPUT.sub(rf"\g<1>{path}", command))
-
-
 def merged(old: list[ResultRow], new: list[ResultRow], path: str) -> list[ResultRow]:
     """The old rows that are not measured again, then the new, the last of each `what`."""
-    taken = {
-        row.what: dataclasses.replace(row, command=command_of(row.command, path))
-        for row in new
-        if LEFT_OUT not in row.what
-    }
+    taken = {}
+    for row in new:
+        if LEFT_OUT not in row.what:
+            command = _PROGRAMS.sub("", _OUTPUT.sub(rf"\g<1>{path}", row.command))
+            taken[row.what] = dataclasses.replace(row, command=command)
     return [row for row in old if row.what not in taken] + list(taken.values())
 
 

@@ -53,18 +53,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A request, and the answers that its prompt gets alone with the seed of each choice.
-
-    Attributes:
-      num_tokens: of all choices, as the usage counts them.
-      is_exact: whether texts must be those; else rounding may change them.
-    """
+    """A request, and the answers that its prompt gets alone with the seed of each choice."""
 
     path: str
     body: dict[str, Any]
     choices: tuple[Choice, ...]
-    num_tokens: int
-    is_exact: bool = True
+    num_tokens: int  # of all choices, as the usage counts them
+    is_exact: bool = True  # whether texts must be those; else rounding may change them
 
     @property
     def is_chat(self) -> bool:

@@ -1,13 +1,14 @@
 """Clients of `scripts.stress_server`: requests, checks of the answers."""
 
 import collections
+import contextlib
 import dataclasses
 import http.client
 import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from scripts.stress_cases import Case, Choice, add_answer
@@ -80,12 +81,13 @@ class Client(Sender):
         except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
             self._tally.fault("lost", f"{type(error).__name__}: {error}")
 
-    def _post(
-        self, path: str, body: bytes
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    @contextlib.contextmanager
+    def _posted(self, path: str, body: bytes) -> Iterator[http.client.HTTPConnection]:
+        """A connection on which a request was sent; it is closed afterwards."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
-        return connection, connection.getresponse()
+        with contextlib.closing(connection):
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            yield connection
 
     def _refused(self, response: http.client.HTTPResponse) -> bool:
         """Whether the queue was full, which is no fault: come again later."""
@@ -102,13 +104,11 @@ class Client(Sender):
 
     def _ask_whole(self, case: Case) -> None:
         started = time.monotonic()
-        connection, response = self._post(case.path, json.dumps(case.body).encode())
-        try:
+        with self._posted(case.path, json.dumps(case.body).encode()) as connection:
+            response = connection.getresponse()
             if self._refused(response):
                 return
             answer = json.loads(response.read())
-        finally:
-            connection.close()
         choices: dict[int, Choice] = {}
         for told in answer["choices"]:
             add_answer(choices, told, case)
@@ -117,11 +117,11 @@ class Client(Sender):
     def _ask_stream(self, case: Case) -> None:
         started = time.monotonic()
         body = {**case.body, "stream": True, "stream_options": {"include_usage": True}}
-        connection, response = self._post(case.path, json.dumps(body).encode())
         choices: dict[int, Choice] = {}
         usage: dict[str, int] = {}
         is_first, ended = True, False
-        try:
+        with self._posted(case.path, json.dumps(body).encode()) as connection:
+            response = connection.getresponse()
             if self._refused(response):
                 return
             for chunk in events(response):
@@ -135,8 +135,6 @@ class Client(Sender):
                         with self._tally.lock:
                             self._tally.first_seconds.append(time.monotonic() - started)
                         is_first = False
-        finally:
-            connection.close()
         if not ended:
             self._tally.fault("lost", f"a stream ended after {choices}")
             return
@@ -164,9 +162,7 @@ class Client(Sender):
         """Goes after some chunks of a stream, or after a while without an answer."""
         streams = self._rng.random() < 0.6
         body = json.dumps({**case.body, "stream": streams}).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
-        try:
-            connection.request("POST", case.path, body, {"Content-Type": "application/json"})
+        with self._posted(case.path, body) as connection:
             if streams:
                 response = connection.getresponse()
                 if not self._refused(response):
@@ -177,16 +173,12 @@ class Client(Sender):
             else:
                 time.sleep(0.3 * self._rng.random())
                 self._tally.count("left early")
-        finally:
-            connection.close()
 
     def _send_nonsense(self) -> None:
         path = self._rng.choice(("/v1/completions", "/v1/chat/completions"))
-        connection, response = self._post(path, self._rng.choice(MALFORMED))
-        try:
+        with self._posted(path, self._rng.choice(MALFORMED)) as connection:
+            response = connection.getresponse()
             said = json.loads(response.read())
-        finally:
-            connection.close()
         if not 400 <= response.status < 500 or "message" not in said["error"]:
             self._tally.fault("refused", f"nonsense got {response.status}: {said}")
         else:

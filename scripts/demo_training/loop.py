@@ -44,12 +44,9 @@ class Clock:
 
 
 class Run(NamedTuple):
-    """Config, clock, log and checkpoints of a run.
+    """Config, clock, log and checkpoints of a run."""
 
-    Attributes:
-      config: total_steps, batch_size, context, and how often what is done.
-    """
-
+    # total_steps, batch_size, context, and how often what is done
     config: ml_collections.ConfigDict
     clock: Clock
     log: JsonLog

@@ -8,19 +8,6 @@ import jax.numpy as jnp
 HEAD_CHUNK_TOKENS = 32768
 
 
-def _chunk_terms(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, scale: jax.Array, z_coefficient: float
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Loss terms of one chunk: (cross entropy, z-loss, logits, logsumexp, one-hot targets)."""
-    logits = jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=jnp.float32)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    hit = targets[:, None] == jnp.arange(head.shape[0], dtype=jnp.int32)[None]
-    picked = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
-    cross_entropy = jnp.sum((log_z - picked) * scale)
-    z_loss = z_coefficient * jnp.sum(jnp.square(log_z) * scale)
-    return cross_entropy, z_loss, logits, log_z, hit
-
-
 def _chunks(x: jax.Array, chunk: int) -> jax.Array:
     return x.reshape(x.shape[0] // chunk, chunk, *x.shape[1:])
 
@@ -68,7 +55,12 @@ def _head_loss_forward(
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
         total, total_z, head_grad = carry
         x, target, weight = inputs
-        loss, z_loss, logits, log_z, hit = _chunk_terms(x, head, target, weight, z_coefficient)
+        logits = jnp.einsum("nd,vd->nv", x, head, preferred_element_type=jnp.float32)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        hit = target[:, None] == jnp.arange(head.shape[0], dtype=jnp.int32)[None]
+        picked = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+        loss = jnp.sum((log_z - picked) * weight)
+        z_loss = z_coefficient * jnp.sum(jnp.square(log_z) * weight)
         slope = (1.0 + 2.0 * z_coefficient * log_z)[:, None]
         grad = jnp.exp(logits - log_z[:, None]) * slope - hit.astype(jnp.float32)
         grad = (grad * weight[:, None]).astype(x.dtype)

@@ -48,12 +48,6 @@ def render_chat(problem: dict[str, str]) -> str:
     return "".join(f"{start}{role}\n{text}{end}\n" for role, text in turns)
 
 
-def take_bytes(texts: list[str], limit: float) -> Iterator[str]:
-    """Texts spread evenly over the list until `limit` characters are passed."""
-    mean = sum(map(len, texts)) / len(texts)
-    yield from texts[:: max(1, int(len(texts) * mean / limit))]
-
-
 def main(argv: list[str]) -> None:
     """Reads, cleans, tokenizes, packs."""
     del argv
@@ -86,7 +80,8 @@ def main(argv: list[str]) -> None:
         for lines in (train["wikitext"][0].split(" = \n"), train["chat"][:500]):
             yield from lines
         for domain, limit in _TOKENIZER_SAMPLE.items():
-            yield from take_bytes(train[domain], limit)
+            texts = train[domain]  # spread evenly until so many characters are passed
+            yield from texts[:: max(1, int(sum(map(len, texts)) / limit))]
 
     tokenizer = train_tokenizer(sample(), _VOCAB_SIZE.value)
     tokenizer.save(str(output / "tokenizer.json"))

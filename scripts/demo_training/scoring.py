@@ -1,7 +1,7 @@
 """Bits per byte and expert load on held-out token streams."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -24,6 +24,13 @@ class Windows(NamedTuple):
 
     tokens: np.ndarray  # int32[W, T + 1]; column 0 is context only
     scored: np.ndarray  # bool[W, T], targets that count
+
+    def batches(self, size: int) -> Iterator[tuple[jax.Array, jax.Array]]:
+        """Yields both by so many windows; the last batch is padded with unscored rows."""
+        for i in range(0, len(self.tokens), size):
+            tokens, scored = (part[i : i + size] for part in self)
+            missing = ((0, size - len(tokens)), (0, 0))
+            yield jnp.asarray(np.pad(tokens, missing)), jnp.asarray(np.pad(scored, missing))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +98,8 @@ def score_windows(
 ) -> StreamScore:
     """Scores all windows, `batch_size` at a time; the last batch is padded with unscored rows."""
     nats, counts = [], []
-    for i in range(0, len(windows.tokens), batch_size):
-        tokens = windows.tokens[i : i + batch_size]
-        scored = windows.scored[i : i + batch_size]
-        missing = ((0, batch_size - len(tokens)), (0, 0))
-        args = jnp.asarray(np.pad(tokens, missing)), jnp.asarray(np.pad(scored, missing))
-        batch_nats, batch_counts = scorer(weights, *args)
+    for batch in windows.batches(batch_size):
+        batch_nats, batch_counts = scorer(weights, *batch)
         nats.append(batch_nats)
         counts.append(batch_counts)
     total = sum(float(x) for x in nats)

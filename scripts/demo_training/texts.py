@@ -44,21 +44,13 @@ def long_lines(texts: Iterable[str]) -> set[str]:
 
 
 class TrainingTexts(NamedTuple):
-    """Documents to train on, without those that share a long line with held-out text.
+    """Documents to train on, without those that share a long line with held-out text."""
 
-    Attributes:
-      by_domain: documents of each of `DOMAINS`.
-      articles: WikiText's, each its lines.
-      words: of all of WikiText's training text, and how often each.
-      rare: words that may fill its gaps.
-      dropped: documents left out, by domain and of "wikitext".
-    """
-
-    by_domain: dict[str, list[str]]
-    articles: list[list[str]]
-    words: collections.Counter[str]
-    rare: wikitext.RareWords
-    dropped: dict[str, int]
+    by_domain: dict[str, list[str]]  # documents of each of `DOMAINS`
+    articles: list[list[str]]  # WikiText's, each its lines
+    words: collections.Counter[str]  # of all of WikiText's training text, and how often each
+    rare: wikitext.RareWords  # words that may fill its gaps
+    dropped: dict[str, int]  # documents left out, by domain and of "wikitext"
 
 
 def valid_texts(data: Path) -> dict[str, list[str]]:

@@ -33,7 +33,10 @@ def reference() -> str:
         module, _, last = name.rpartition(".")
         lines += _section(name, _find(module, last))
     lines += ["## moejax.policies", ""]
-    lines += _module("moejax.policies.base")
+    module = "moejax.policies.base"
+    for node in ast.parse(_path(module).read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            lines += _section(f"{module}.{node.name}", node)
     lines += _section(
         "moejax.policies.make.make_policy", _find("moejax.policies.make", "make_policy")
     )
@@ -58,39 +61,20 @@ def _find(module: str, name: str) -> _Found:
     raise LookupError(f"{module} has no {name}")
 
 
-def _module(module: str) -> list[str]:
-    """All public names of a module, in its order."""
-    tree = ast.parse(_path(module).read_text("utf-8"))
-    lines = []
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-            lines += _section(f"{module}.{node.name}", node)
-    return lines
-
-
 def _section(name: str, node: _Found) -> list[str]:
     """One name: its signature, its docstring, and a class's public methods."""
     lines = [f"### {name}", "", "```text", _signature(node), "```", ""]
     lines += _prose(ast.get_docstring(node) or "")
     lines += [""]
-    if isinstance(node, ast.ClassDef) and not _is_record(node):
-        for part in node.body:
-            if isinstance(part, ast.FunctionDef) and _is_public(part):
+    if isinstance(node, ast.ClassDef) and "NamedTuple" not in map(ast.unparse, node.bases):
+        for part in node.body:  # of a tuple of fields the docstring says all
+            if isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
                 text = ast.get_docstring(part) or ""
                 if not text or text.startswith("See `"):
                     continue
                 lines += [f"**{node.name}.{part.name}**", "", "```text", _signature(part), "```"]
                 lines += ["", *_prose(text), ""]
     return lines
-
-
-def _is_record(node: ast.ClassDef) -> bool:
-    """A tuple of fields, whose docstring says all."""
-    return any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in node.bases)
-
-
-def _is_public(node: ast.FunctionDef) -> bool:
-    return not node.name.startswith("_")
 
 
 def _signature(node: _Found) -> str:

@@ -45,17 +45,11 @@ _LINE_MARK = re.compile(rf"\s#\s*({'|'.join(MARKS)})\b[^'\"]*$")
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One command of a document.
+    """One command of a document."""
 
-    Attributes:
-      place: file and line.
-      text: as it stands, lines joined, without its comment.
-      fate: `RUN`, `DRY_RUN`, or a mark.
-    """
-
-    place: str
-    text: str
-    fate: str
+    place: str  # file and line
+    text: str  # as it stands, lines joined, without its comment
+    fate: str  # `RUN`, `DRY_RUN`, or a mark
 
     @property
     def is_program(self) -> bool:

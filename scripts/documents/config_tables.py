@@ -16,6 +16,7 @@ from moejax.config.profile import ProfileConfig
 from moejax.config.serve import ServeConfig
 from moejax.config.sweep import SweepConfig
 from moejax.policies.make import POLICIES, settings_of
+from scripts.studies.tables.paper import markdown_table
 
 # In the order in which a reader meets them. `moejax.plan` takes what generate takes, and more.
 MAINS: dict[str, RunConfig] = {
@@ -30,7 +31,6 @@ MAINS: dict[str, RunConfig] = {
 }
 GROUPS: dict[str, RunConfig] = {"memory": MemoryConfig(), "policy": PolicyConfig()}
 _Field = tuple[str, Any, str]
-_HEAD = ["| field | default | what it is |", "| --- | --- | --- |"]
 
 
 def tables() -> str:
@@ -41,25 +41,22 @@ def tables() -> str:
         "",
         "`moejax.plan` takes every field of `moejax.generate`; here it is named for its own alone.",
         "",
-        "| field | commands | default | what it is |",
-        "| --- | --- | --- | --- |",
     ]
-    lines += [
-        f"| `{name}` | {', '.join(mains)} | {_value(default)} | {_cell(meaning)} |"
+    rows = [
+        [f"`{name}`", ", ".join(mains), _value(default), _cell(meaning)]
         for (name, default, meaning), mains in shared.items()
     ]
+    lines.append(markdown_table(["field", "commands", "default", "what it is"], rows))
     for name, config in MAINS.items():
         lines += ["", f"## moejax.{name}", "", *_of_main(name, config, shared)]
-    lines += ["", "## memory.*", "", *_rows(options(GROUPS["memory"]), "memory.")]
-    lines += ["", "## policy.*", "", *_rows(options(GROUPS["policy"]), "policy.")]
+    for group, config in GROUPS.items():
+        lines += ["", f"## {group}.*", "", _rows(options(config), f"{group}.")]
     lines += [
         "",
         "`policy.settings` holds the settings of the policies themselves. A setting that is not",
         "given has its policy's default. [policies.md](policies.md) explains them.",
         "",
-        "| setting | policies and meaning | default |",
-        "| --- | --- | --- |",
-        *_settings(),
+        _settings(),
     ]
     return "\n".join(lines).strip()
 
@@ -83,7 +80,7 @@ def _of_main(name: str, config: RunConfig, shared: dict[_Field, list[str]]) -> l
         others = {of.name for of in options(MAINS["generate"])}
         own = [of for of in own if of.name not in others]
         lines += ["Every field of `moejax.generate`, shared fields above, and:", ""]
-    lines += _rows(own)
+    lines.append(_rows(own))
     groups = [group for group in GROUPS if any(of.name.startswith(f"{group}.") for of in fields)]
     if groups and name != "plan":
         said = " and ".join(f"`{group}.*`" for group in groups)
@@ -99,12 +96,12 @@ def _key(of: Option) -> _Field:
     return of.name, of.default, of.meaning
 
 
-def _rows(fields: list[Option], prefix: str = "") -> list[str]:
+def _rows(fields: list[Option], prefix: str = "") -> str:
     rows = [(f"`{prefix}{of.name}`", _value(of.default), _cell(of.meaning)) for of in fields]
-    return [*_HEAD, *(f"| {' | '.join(row)} |" for row in rows)]
+    return markdown_table(["field", "default", "what it is"], rows)
 
 
-def _settings() -> list[str]:
+def _settings() -> str:
     rows = []
     for setting, meaning in SETTINGS.items():
         defaults: dict[str, list[str]] = {}
@@ -119,8 +116,8 @@ def _settings() -> list[str]:
             f"{value} ({', '.join(names)})" if several else value
             for value, names in defaults.items()
         )
-        rows.append(f"| `{setting}` | {_cell(meaning)} | {said} |")
-    return rows
+        rows.append([f"`{setting}`", _cell(meaning), said])
+    return markdown_table(["setting", "policies and meaning", "default"], rows)
 
 
 def _value(default: object) -> str:
@@ -129,4 +126,4 @@ def _value(default: object) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(text.split()).replace("<", "&lt;")

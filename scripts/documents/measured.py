@@ -10,6 +10,7 @@ from moejax.experts.budget import describe
 from moejax.files.result_rows import ResultRow, read_rows
 from moejax.planning import budget_of, model_of
 from scripts.documents.commands import ROOT
+from scripts.studies.tables.paper import markdown_table
 
 STUDIES = ROOT / "scripts/studies"
 KERNELS = STUDIES / "kernels"
@@ -64,12 +65,13 @@ def _curves(rows: list[ResultRow]) -> Curves:
 
 def _times_table(sizes: Mapping[int, Rows]) -> str:
     """Microseconds by implementation and size, and what bytes and operations allow."""
-    lines = [f"| us | {' | '.join(map(str, sizes))} |", "| --- |" + " ---: |" * len(sizes)]
-    for name in dict.fromkeys(name for rows in sizes.values() for name in rows):
-        cells = [f"{rows[name].figure:.1f}" if name in rows else "" for rows in sizes.values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    cells = [
+        [name, *(f"{rows[name].figure:.1f}" if name in rows else "" for rows in sizes.values())]
+        for name in dict.fromkeys(name for rows in sizes.values() for name in rows)
+    ]
     bounds = [f"{_bound(rows):.1f}" for rows in sizes.values()]
-    return "\n".join([*lines, f"| bound by bytes or operations | {' | '.join(bounds)} |"])
+    cells.append(["bound by bytes or operations", *bounds])
+    return markdown_table(["us", *map(str, sizes)], cells, "lr")
 
 
 def _bound(rows: Rows) -> float:
@@ -86,12 +88,8 @@ def mxfp4_table() -> str:
         curves[f"grouped | {name}"] for name in ("gpt-oss-120b int4g64 float",
                                                  "gpt-oss-120b-mxfp4 mxfp4")
     )  # fmt: skip
-    lines = [
-        _of_whom(rows),
-        "",
-        "| tokens | kernel | INT4 g64, us | MXFP4, us | MXFP4 / INT4, time | time a byte |",
-    ]
-    lines += ["| ---: | --- | ---: | ---: | ---: | ---: |"]
+    head = ["tokens", "kernel", "INT4 g64, us", "MXFP4, us", "MXFP4 / INT4, time", "time a byte"]
+    cells = []
     for size in sorted(plain.keys() & packed.keys()):
         for kernel in ("mosaic", "triton"):
             if kernel not in plain[size] or kernel not in packed[size]:
@@ -99,11 +97,9 @@ def mxfp4_table() -> str:
             first, second = plain[size][kernel], packed[size][kernel]
             times = second.figure / first.figure
             a_byte = times * float(first.baseline["bytes"]) / float(second.baseline["bytes"])
-            lines.append(
-                f"| {size} | {kernel} | {first.figure:.1f} | {second.figure:.1f} | {times:.2f} "
-                f"| {a_byte:.2f} |"
-            )
-    return "\n".join(lines)
+            figures = f"{first.figure:.1f}", f"{second.figure:.1f}", f"{times:.2f}", f"{a_byte:.2f}"
+            cells.append([str(size), kernel, *figures])
+    return "\n".join([_of_whom(rows), "", markdown_table(head, cells, "rlr")])
 
 
 def products_table() -> str:
@@ -111,19 +107,19 @@ def products_table() -> str:
     rows = read_rows(KERNELS / "products_h100.jsonl")
     curves, ratios = _curves(rows), []
     sizes = sorted({size for curve in curves.values() for size in curve})
-    lines = [f"| cuBLAS / ours, us | {' | '.join(f'M {size}' for size in sizes)} |"]
-    lines.append("| --- |" + " ---: |" * len(sizes))
+    lines = []
     for name in [name for name in curves if "int4" in name]:
         plain, cells = curves[f"{name.split(' int4')[0]} bfloat16"], []
         for size in sizes:
             theirs, ours = plain[size]["cublas"].figure, curves[name][size]["mosaic"].figure
             ratios.append(theirs / ours)
             cells.append(f"{theirs:.1f} / {ours:.1f} = {ratios[-1]:.2f}")
-        lines.append(f"| {name.split()[2]} | {' | '.join(cells)} |")
+        lines.append([name.split()[2], *cells])
     slow = sum(ratio < 0.95 for ratio in ratios)
     bar = (f"Under 0.95 of cuBLAS's speed: {slow} of {len(ratios)}; least {min(ratios):.2f}, "
            f"median {median(ratios):.2f} (bar: none under 0.95, median at least 1).")  # fmt: skip
-    return "\n".join([_of_whom(rows), "", bar, "", *lines])
+    head = ["cuBLAS / ours, us", *(f"M {size}" for size in sizes)]
+    return "\n".join([_of_whom(rows), "", bar, "", markdown_table(head, lines, "lr")])
 
 
 def budget_prompts() -> str:
@@ -138,17 +134,16 @@ def budget_prompts() -> str:
         if match := pattern.match(row.what):
             key = match[2], int(match[5]), float(match[4]), match[3] or ""
             found[key][match[1]] = row
-    lines = [_of_whom(rows), "", "| model | prompt | JAX's memory | over the link | at "
-             "50 GiB/s | time to the first token | share of that bound |"]  # fmt: skip
-    lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
+    head = ["model", "prompt", "JAX's memory", "over the link", "at 50 GiB/s",
+            "time to the first token", "share of that bound"]  # fmt: skip
+    lines = []
     for (model, tokens, gib, commit), one in sorted(found.items()):
         moved, took = one["link bytes of a prompt"].figure, one["TTFT median"].figure
         bound_ms = moved * 1e6 / 2**30 / LINK_GIB_S * 1e3
         prompt = f"{tokens:,} {commit}".rstrip()
-        lines.append(f"| {model} | {prompt} | {gib:g} GiB | {moved / 1e3:.2f} GB "
-                     f"| {bound_ms:.0f} ms | {took:.0f} ms "
-                     f"| {100 * bound_ms / took:.0f} % |")  # fmt: skip
-    return "\n".join(lines)
+        lines.append([model, prompt, f"{gib:g} GiB", f"{moved / 1e3:.2f} GB", f"{bound_ms:.0f} ms",
+                      f"{took:.0f} ms", f"{100 * bound_ms / took:.0f} %"])  # fmt: skip
+    return "\n".join([_of_whom(rows), "", markdown_table(head, lines, "llr")])
 
 
 def long_prompts() -> str:
@@ -178,8 +173,7 @@ def a_plan() -> str:
 
 def recipe_plan() -> str:
     """Plans of the recipe's model under its own budget and under the measured one."""
-    rows = ["| plan | `memory.device_gib=11` | `memory.device_gib=12` |", "| --- | ---: | ---: |"]
-    plans = []
+    rows, plans = [], []
     for gib in ("11", "12"):
         words = [*RECIPE, f"--config.memory.device_gib={gib}"]
         config, _ = cli.parse(plan.COMMAND, ["plan", *words])
@@ -192,8 +186,9 @@ def recipe_plan() -> str:
         ("over the link at worst, a prefill chunk of 1024", r"worst: (.*?) a full"),
     ):
         cells = [match[1] for one in plans if (match := re.search(pattern, one))]
-        rows.append(f"| {said} | {' | '.join(cells)} |")
-    return "\n".join([*_command(RECIPE), "", *rows])
+        rows.append([said, *cells])
+    head = ["plan", "`memory.device_gib=11`", "`memory.device_gib=12`"]
+    return "\n".join([*_command(RECIPE), "", markdown_table(head, rows, "lr")])
 
 
 def _command(arguments: tuple[str, ...]) -> list[str]:

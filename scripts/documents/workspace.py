@@ -35,7 +35,7 @@ SHORTER = {
         "--config.max_tokens=128", "--config.window=64", "--config.batch_size=2",
     ],
 }  # fmt: skip
-_FROM_HUMAN = {"from": "human", "value": "Hello there"}
+_SHAREGPT = json.dumps([{"conversations": [{"from": "human", "value": "Hello there"}]}] * 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,23 +128,12 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _demo(space: Workspace, path: Path) -> None:
-    """The demo under another name, copied: profiles are written beside a checkpoint."""
-    del space
-    shutil.copytree(DEMO_DIRECTORY, path)
-
-
 def _quantized(space: Workspace, path: Path) -> None:
     space._run(
         "moejax.quantize",
         [f"--config.output={path}", "--config.method=rtn", "--config.bits=4"],
         shorter=True,
     )
-
-
-def _conversations(space: Workspace, path: Path) -> None:
-    del space
-    path.write_text(json.dumps([{"conversations": [_FROM_HUMAN]}] * 4), encoding="utf-8")
 
 
 def _trace(space: Workspace, path: Path) -> None:
@@ -156,11 +145,15 @@ def _buddies(space: Workspace, path: Path) -> None:
     space._run("moejax.profile_experts", given, shorter=True)
 
 
-_Maker = Callable[[Workspace, Path], None]
+_Maker = Callable[[Workspace, Path], object]
 _MAKERS: list[tuple[str, _Maker]] = [
-    (r"DIR(?:-\w+)?|path/to/hugging_face_directory", _demo),
+    # The demo under another name, copied: profiles are written beside a checkpoint.
+    (
+        r"DIR(?:-\w+)?|path/to/hugging_face_directory",
+        lambda _, path: shutil.copytree(DEMO_DIRECTORY, path),
+    ),
     (r"demo-(?:milo|int4)", _quantized),
-    (r"ShareGPT_V3\.json|sharegpt\.json", _conversations),
+    (r"ShareGPT_V3\.json|sharegpt\.json", lambda _, path: path.write_text(_SHAREGPT, "utf-8")),
     (r"x\.trace", _trace),
     (r"buddies\.safetensors", _buddies),
 ]

@@ -38,16 +38,12 @@ class Original(BuddyMoe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RandomExpert(BuddyMoe):
-    """The paper's baseline "random": a resident expert drawn uniformly stands in.
-
-    Attributes:
-      seed: of the draws.
-    """
+    """The paper's baseline "random": a resident expert drawn uniformly stands in."""
 
     name: ClassVar[str] = "buddymoe_random"
     has_kernel: ClassVar[bool] = False
 
-    seed: int = 0
+    seed: int = 0  # of the draws
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,14 +58,10 @@ class RandomExpert(BuddyMoe):
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
         """Draws a resident expert for each wanted pair."""
-        return substitute_randomly(
-            o.ids, resident, wanted, state.settings.budget, self.draw_key(state, o)
-        )
-
-    def draw_key(self, state: BuddyState, o: Observation) -> jax.Array:
-        """A key that differs between any two layers or steps in which something is replaced."""
+        # It differs between any two layers or steps in which something is replaced.
         key = jax.random.fold_in(jax.random.key(self.seed), o.layer)
-        return jax.random.fold_in(key, jnp.sum(state.replaced))
+        key = jax.random.fold_in(key, jnp.sum(state.replaced))
+        return substitute_randomly(o.ids, resident, wanted, state.settings.budget, key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from concurrent import futures
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -254,11 +254,6 @@ def dense_sample(
     return Sample(rows, columns, values)
 
 
-def _rows_product(matrix: HostMatrix, x: np.ndarray, first: int) -> np.ndarray:
-    """float64: products of some rows of a matrix, from `first` on."""
-    return matrix.rows(slice(first, first + SAMPLED_ROWS)).astype(np.float64) @ x
-
-
 def moe_sample(
     x: jax.Array,
     slot: np.ndarray,
@@ -274,7 +269,10 @@ def moe_sample(
         row = np.asarray(x[int(token)]).astype(np.float64)
         for s, share in zip(slot[token], weight[token], strict=True):
             matrix = host_matrix(gate_up, int(s))
-            product = functools.partial(_rows_product, matrix, row)
+
+            def product(first: int, matrix: HostMatrix = matrix, row: np.ndarray = row) -> Any:
+                return matrix.rows(slice(first, first + SAMPLED_ROWS)).astype(np.float64) @ row
+
             with futures.ThreadPoolExecutor() as threads:  # numpy works in parallel
                 parts = threads.map(product, range(0, gate_up.num_outputs, SAMPLED_ROWS))
                 gate, up = np.split(np.concatenate(list(parts)), 2)

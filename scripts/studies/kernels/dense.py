@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.dequant_matmul import OPERATION, dequant_matmul
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, fitted_tiles
@@ -181,10 +180,8 @@ def _record(
 ) -> None:
     m, bench = x.shape[0], product.bench
     timing = time_jax(call, x, operands, chain, bench.repetitions, options)
-    found = (np.asarray(timing.first), np.asarray(timing.last))
-    errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
     need = product.bytes_and_operations(m, product.weights)
-    bench.record(f"{product.label(m)} | {name}", timing, errors, limit, *need)
+    bench.record(f"{product.label(m)} | {name}", timing, timing.errors(samples), limit, *need)
 
 
 def bench_compensator(
@@ -222,15 +219,12 @@ def _with_and_without(
             return dequant_matmul(x, weights, slot=slot, low_rank=own, implementation=name)
 
         timing = time_jax(call, x, (weights, low_rank), chain, bench.repetitions)
-        found = (np.asarray(timing.first), np.asarray(timing.last))
         samples = [dense_sample(x, weights, slot, low_rank) for slot in checked_slots(chain)]
-        errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
         if low_rank is not None:
             num_bytes += (low_rank.u.slot_nbytes + low_rank.v.slot_nbytes) / weights.num_slots
             operations += 2.0 * m * rank * (product.shape.num_inputs + product.shape.num_outputs)
-        row = f"{what}, {label} | {name}"
+        row, errors = f"{what}, {label} | {name}", timing.errors(samples)
         bench.record(row, timing, errors, ERROR_LIMIT, num_bytes, operations)
-        pair = [bench.figures.get(f"{what}, {of} | {name}") for of in (label, "without")]
-        if rank and pair[0] is not None and pair[1] is not None:
+        if rank:
             more = "more" if rank == RANK else f"more by {label}"
-            bench.add(f"{what}, {more} | {name}", 100 * (pair[0] / pair[1] - 1), "%")
+            bench.compare(f"{what}, {more} | {name}", row, f"{what}, without | {name}")

@@ -153,8 +153,7 @@ def _one(case: Case, name: str) -> None:
         print(f"  {what}: refuses: {run}", flush=True)
         return
     timing = time_jax(*run, case.chain, bench.repetitions, SERIAL)
-    found = [np.asarray(y) for y in (timing.first, timing.last)]
-    errors = [sample.error(y) for sample, y in zip(case.samples, found, strict=True)]
+    errors = timing.errors(case.samples)
     num_bytes = case.num_bytes(packed_bytes(case.layer))
     bench.record(what, timing, errors, LAYER_ERROR_LIMIT, num_bytes, case.operations)
 

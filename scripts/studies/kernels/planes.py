@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.dequant_matmul import OPERATION
 from pallas_kernels.packed import PackedMatrices
@@ -129,11 +128,9 @@ def _one(bench: Bench, what: str, make: Callable[[], list[Timed] | str], is_laye
     limit = LAYER_ERROR_LIMIT if is_layer else ERROR_LIMIT
     timings = time_together(cases, bench.repetitions, SERIAL)
     for of, timing in zip(timed, timings, strict=True):
-        found = (np.asarray(timing.first), np.asarray(timing.last))
-        errors = [sample.error(y) for sample, y in zip(of.samples, found, strict=True)]
         need = (of.num_bytes, of.operations)
-        bench.record(f"{what} | {of.form.name}", timing, errors, limit, *need)
+        row = f"{what} | {of.form.name}"
+        bench.record(row, timing, timing.errors(of.samples), limit, *need)
     for of in timed:
-        pair = [bench.figures.get(f"{what} | {name}") for name in (of.form.name, of.form.beside)]
-        if pair[0] is not None and pair[1] is not None:
-            bench.add(f"{what} | {of.form.name}, more", 100 * (pair[0] / pair[1] - 1), "%")
+        row = f"{what} | {of.form.name}"
+        bench.compare(f"{row}, more", row, f"{what} | {of.form.beside}")

@@ -22,33 +22,19 @@ class OutOfTime(Exception):
 
 @dataclasses.dataclass(kw_only=True)
 class Bench:
-    """State that all sections share.
+    """State that all sections share."""
 
-    Attributes:
-      report: where rows go.
-      target: what kernels are chosen for.
-      implementations: those asked for.
-      expect: the implementation that `choose` should give; "auto" for the target's.
-      repetitions: pairs of queues a figure.
-      deadline: `time.monotonic` at which to have stopped.
-      smoke: tiny shapes on a CPU.
-      bandwidth: bytes a second of a plain sum.
-      rate: operations a second of a large product by cuBLAS.
-      problems: what makes the run a failure.
-      figures: microseconds by row.
-    """
-
-    report: Report
-    target: Target
-    implementations: Collection[str]
-    expect: str = "auto"
-    repetitions: int = 11
-    deadline: float
-    smoke: bool = False
-    bandwidth: float = 1.0
-    rate: float = 1.0
-    problems: list[str] = dataclasses.field(default_factory=list)
-    figures: dict[str, float] = dataclasses.field(default_factory=dict)
+    report: Report  # where rows go
+    target: Target  # what kernels are chosen for
+    implementations: Collection[str]  # those asked for
+    expect: str = "auto"  # the implementation that `choose` should give; "auto" for the target's
+    repetitions: int = 11  # pairs of queues a figure
+    deadline: float  # `time.monotonic` at which to have stopped
+    smoke: bool = False  # tiny shapes on a CPU
+    bandwidth: float = 1.0  # bytes a second of a plain sum
+    rate: float = 1.0  # operations a second of a large product by cuBLAS
+    problems: list[str] = dataclasses.field(default_factory=list)  # what makes the run a failure
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)  # microseconds by row
     longest: float = 15.0  # seconds that a figure has taken, with its compilation
 
     def wants(self, implementation: str) -> bool:
@@ -135,6 +121,11 @@ class Bench:
             "percent_of_compute": 1e8 * operations / self.rate / timing.microseconds,
         }
         self.add(what, timing.microseconds, "us", **beside)
+
+    def compare(self, what: str, row: str, beside: str) -> None:
+        """Adds by how many percent one row's time is above another's, where both have one."""
+        if row in self.figures and beside in self.figures:
+            self.add(what, 100 * (self.figures[row] / self.figures[beside] - 1), "%")
 
     def add(self, what: str, figure: float, unit: str, **beside: float) -> None:
         """Keeps, prints and writes one row."""

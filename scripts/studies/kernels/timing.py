@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scripts.studies.kernels.data import Sample
+
 # Serial: left alone XLA orders the nodes of a graph by their buffers, and calls that share none may
 # overlap, which the products of a decoder cannot. Without Triton: `jnp.dot` is cuBLAS.
 Options = dict[str, str | bool]  # of XLA
@@ -37,6 +39,11 @@ class Timing(NamedTuple):
     spread: float  # half the distance of the quartiles, microseconds
     first: Any  # the output of call 0
     last: Any  # the output of the last call
+
+    def errors(self, samples: Sequence[Sample]) -> list[float]:
+        """Errors of the outputs of call 0 and of the last call, against a sample of each."""
+        outputs = (np.asarray(self.first), np.asarray(self.last))
+        return [sample.error(y) for sample, y in zip(samples, outputs, strict=True)]
 
     def difference(self, other: "Timing") -> float:
         """Difference of the last outputs, as a share of the other's norm."""

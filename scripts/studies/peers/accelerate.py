@@ -3,7 +3,6 @@
 import functools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from moejax.files.result_rows import ResultRow, read_rows
 from moejax.models.shapes import CONFIGS
@@ -32,11 +31,8 @@ def _measure(place: Place, *, shape: str, gib: float) -> list[Figure]:
          f"--out={rows}"], log="accelerate",
     )  # fmt: skip
     more: dict[str, float | str] = {} if ran.peak_gib is None else {"peak_gib": ran.peak_gib}
-    return [f._replace(more=f.more | more) for f in of_rows(_read(rows))]
-
-
-def _read(path: Path) -> list[ResultRow]:
-    return read_rows(path) if path.exists() else []
+    found = of_rows(read_rows(rows) if rows.exists() else [])
+    return [f._replace(more=f.more | more) for f in found]
 
 
 def of_rows(rows: list[ResultRow]) -> list[Figure]:

@@ -15,17 +15,12 @@ LESS = 0.9  # below so many times our memory a row of theirs says what it took
 
 
 class Point(NamedTuple):
-    """One budget of a model, and one workload.
+    """One budget of a model, and one workload."""
 
-    Attributes:
-      own: our fastest row by routing; under no limit each routing has the same.
-      error: of ours, which then has no row.
-      theirs: llama.cpp's fastest row that took no more than `ROOM` times the budget; where all
-        experts are on the device on both sides, memory is no matter.
-    """
-
-    own: Mapping[str, Row]
-    error: str
+    own: Mapping[str, Row]  # our fastest row by routing; under no limit each routing has the same
+    error: str  # of ours, which then has no row
+    # llama.cpp's fastest row that took no more than `ROOM` times the budget; where all experts are
+    # on the device on both sides, memory is no matter
     theirs: Row | None
 
     def times(self, routing: str = ours.EVEN) -> float:

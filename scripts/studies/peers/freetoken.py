@@ -1,7 +1,6 @@
 """FreeToken: its server with slots for a share of the experts, on a random checkpoint."""
 
 import functools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,16 +34,9 @@ def cases(python: str, shape: str, layers: int, tokens: tuple[int, ...]) -> Iter
 
 def checkpoint(place: Place, shape: str, layers: int, bits: int = 16) -> Path:
     """The random checkpoint, written where it is not there."""
-    path = place.files / f"{shape}-{layers or CONFIGS[shape].num_layers}-{bits}bits"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}-part")
-        place.run(
-            [sys.executable, "-m", "scripts.studies.peers.random_files", f"--shape={shape}",
-             f"--layers={layers}", f"--bits={bits}", f"--out={part}"], log="random_files",
-        )  # fmt: skip
-        part.replace(path)
-    return path
+    name = f"{shape}-{layers or CONFIGS[shape].num_layers}-{bits}bits"
+    given = (f"--shape={shape}", f"--layers={layers}", f"--bits={bits}")
+    return place.random_files(name, *given)
 
 
 def _serve(

@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,11 @@ SEQUENCES = (1, 4, 16, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """A built llama.cpp.
+    """A built llama.cpp."""
 
-    Attributes:
-      folder: of its programs.
-      gguf: folder of its gguf package; "": it is installed.
-      version: as it was fetched, such as "b11434"; "": what the program says.
-    """
-
-    folder: Path
-    gguf: str
-    version: str
+    folder: Path  # of its programs
+    gguf: str  # folder of its gguf package; "": it is installed
+    version: str  # as it was fetched, such as "b11434"; "": what the program says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +99,9 @@ def _depth(shape: str, layers: int) -> int:
 
 def weights(place: Place, build: Build, shape: str, layers: int) -> Path:
     """The file of random weights, written where it is not there."""
-    path = place.files / f"{shape}-{_depth(shape, layers)}.gguf"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part.gguf")
-        place.run(
-            [sys.executable, "-m", "scripts.studies.peers.random_files", f"--shape={shape}",
-             f"--layers={layers}", f"--out={part}", f"--gguf={build.gguf}"], log="random_files",
-        )  # fmt: skip
-        part.replace(path)
-    return path
+    name = f"{shape}-{_depth(shape, layers)}.gguf"
+    given = (f"--shape={shape}", f"--layers={layers}", f"--gguf={build.gguf}")
+    return place.random_files(name, *given)
 
 
 def _measure(

@@ -3,7 +3,6 @@
 What has rows is passed over, so a call goes on where the last one stopped.
 """
 
-import dataclasses
 import shlex
 import time
 from collections.abc import Sequence
@@ -69,27 +68,18 @@ def run_cases(cases: Sequence[Case], place: Place, rows: Path, device: str) -> i
 
 def rows_of(case: Case, figures: list[Figure], device: str) -> list[ResultRow]:
     """Rows of a case."""
-    rows = []
+    packages = package_versions(*(("jax", "jaxlib", "flax") if case.peer == ours.NAME else ()))
+    command, rows = without_paths(command_line()), []
     for workload, rate, more, about in figures:
         beside = {name: value for name, value in more.items() if name != "version"}
-        what = f"{case.peer} | {about or case.about} | {workload}"
-        unit = NOT_RUN if workload == NOT_RUN else UNIT
-        row = _row(what, rate, unit, beside, device)
-        if "version" in more:
-            row = dataclasses.replace(row, versions={case.peer: str(more["version"])})
+        versions = {case.peer: str(more["version"])} if "version" in more else packages
+        row = ResultRow(
+            what=f"{case.peer} | {about or case.about} | {workload}", figure=rate,
+            unit=NOT_RUN if workload == NOT_RUN else UNIT, baseline=beside, device=device,
+            versions=versions, date=today(), command=command,
+        )  # fmt: skip
         rows.append(row)
     return rows
-
-
-def _row(
-    what: str, figure: float, unit: str, beside: dict[str, float | str], device: str
-) -> ResultRow:
-    own = ours.NAME if what.startswith(f"{ours.NAME} |") else ""
-    versions = package_versions(*(("jax", "jaxlib", "flax") if own else ()))
-    return ResultRow(
-        what=what, figure=figure, unit=unit, baseline=beside, device=device,
-        versions=versions, date=today(), command=without_paths(command_line()),
-    )  # fmt: skip
 
 
 def without_paths(command: str) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,19 +31,12 @@ class OutOfTimeError(Exception):
 
 
 class Figure(NamedTuple):
-    """Tokens a second of one workload.
+    """Tokens a second of one workload."""
 
-    Attributes:
-      workload: `prefill(...)` or `decode(...)`.
-      tokens_per_s: of all sequences together.
-      more: numbers and texts beside it.
-      about: of its row; "": the case's.
-    """
-
-    workload: str
-    tokens_per_s: float
-    more: dict[str, float | str]
-    about: str = ""
+    workload: str  # `prefill(...)` or `decode(...)`
+    tokens_per_s: float  # of all sequences together
+    more: dict[str, float | str]  # numbers and texts beside it
+    about: str = ""  # of its row; "": the case's
 
 
 def prefill(tokens: int, sequences: int = 1) -> str:
@@ -57,21 +51,14 @@ def decode(context: int, sequences: int = 1) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run of one peer.
+    """A run of one peer."""
 
-    Attributes:
-      peer: its name.
-      about: shape, bits and flags, as rows say them.
-      seconds: that it may take where files are cached; a call with less left does not begin it.
-      measure: runs it. Raises NotRunError, or OutOfTimeError.
-      others: shape, bits and flags of further rows, which the same run makes.
-    """
-
-    peer: str
-    about: str
+    peer: str  # its name
+    about: str  # shape, bits and flags, as rows say them
+    # that it may take where files are cached; a call with less left does not begin it
     seconds: float
-    measure: "Callable[[Place], list[Figure]]"
-    others: tuple[str, ...] = ()
+    measure: "Callable[[Place], list[Figure]]"  # runs it. Raises NotRunError, or OutOfTimeError.
+    others: tuple[str, ...] = ()  # shape, bits and flags of further rows, which the same run makes
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,19 +76,12 @@ class Ran(NamedTuple):
 
 @dataclasses.dataclass
 class Place:
-    """Where files and logs go, and how long programs may take.
+    """Where files and logs go, and how long programs may take."""
 
-    Attributes:
-      files: folder of random weights, tens of GiB.
-      logs: folder of what programs print.
-      end: `time.monotonic()` at which all must have ended.
-      each_s: seconds after which a program counts as failed.
-    """
-
-    files: Path
-    logs: Path
-    end: float
-    each_s: float = 500
+    files: Path  # folder of random weights, tens of GiB
+    logs: Path  # folder of what programs print
+    end: float  # `time.monotonic()` at which all must have ended
+    each_s: float = 500  # seconds after which a program counts as failed
 
     def run(
         self, words: Sequence[str], env: Mapping[str, str] | None = None, log: str = "program"
@@ -130,6 +110,17 @@ class Place:
         if status:
             raise NotRunError(last_words(err, out) or f"status {status}")
         return Ran(out.read_text(errors="replace"), err.read_text(errors="replace"), memory.peak)
+
+    def random_files(self, name: str, *flags: str) -> Path:
+        """Random weights of that name, written where they are not there."""
+        path = self.files / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"part-{name}")
+            module = "scripts.studies.peers.random_files"
+            self.run([sys.executable, "-m", module, *flags, f"--out={part}"], log="random_files")
+            part.replace(path)
+        return path
 
 
 def start(

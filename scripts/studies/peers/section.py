@@ -20,23 +20,14 @@ NONE = f"No rows yet: `{COMMAND}` ([its study](%s)) makes them on a GPU, and thi
 
 
 class Row(NamedTuple):
-    """A row of `bench_peers`, taken apart.
+    """A row of `bench_peers`, taken apart."""
 
-    Attributes:
-      peer: engine.
-      shape: of the model.
-      setting: the rest of what was run: depth, bits, flags or budget, routing.
-      load: of the case.
-      workload: of the figure; "not run" with an error.
-      row: as it stands in the file.
-    """
-
-    peer: str
-    shape: str
-    setting: str
-    load: str
-    workload: str
-    row: ResultRow
+    peer: str  # engine
+    shape: str  # of the model
+    setting: str  # the rest of what was run: depth, bits, flags or budget, routing
+    load: str  # of the case
+    workload: str  # of the figure; "not run" with an error
+    row: ResultRow  # as it stands in the file
 
     @property
     def peak_gib(self) -> float:
@@ -97,7 +88,9 @@ def comparisons(rows: Sequence[Row], workloads: Sequence[str]) -> list[list[str]
     """Cells of a table, where we lose first."""
     made: list[tuple[float, list[str]]] = []
     for row in rows:
-        if row.peer == ours.NAME or row.workload not in workloads or _is_repeated(row):
+        # The load `one` measures the same.
+        is_repeated = row.load == "batch" and row.workload in (prefill(PROMPT), decode(PROMPT))
+        if row.peer == ours.NAME or row.workload not in workloads or is_repeated:
             continue
         found = [beside(rows, row, routing) for routing in ours.ROUTINGS]
         cells = ["" if one is None else said(one.row.figure) for one in found]
@@ -126,11 +119,6 @@ def _missing(rows: Sequence[Row], theirs: Row) -> tuple[float, str]:
     if limited and min(limited) > ROOM * theirs.peak_gib:
         return 0.0, "ours takes more"
     return math.inf, "not measured"
-
-
-def _is_repeated(row: Row) -> bool:
-    """Whether the load `one` measures the same: a batch of one sequence."""
-    return row.load == "batch" and row.workload in (prefill(PROMPT), decode(PROMPT))
 
 
 HEAD = ["shape", "workload", "engine", "GiB", "tokens/s", "our GiB", "ours, even", "ours, recorded",

@@ -32,6 +32,7 @@ RUNS = 3
 LEAST_ID, MOST_ID = 300, 511  # of prompts: in every vocabulary of the study
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 def measure(
@@ -48,7 +49,9 @@ def measure(
       NotRunError: it ends early, or refuses.
       OutOfTimeError: the place's end comes first.
     """
-    port = _free_port()
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = int(free.getsockname()[1])
     place.logs.mkdir(parents=True, exist_ok=True)
     log = place.logs / "server.txt"
     with device_memory() as memory, log.open("w") as file:
@@ -71,12 +74,6 @@ def measure(
     return [figure._replace(more=figure.more | peak) for figure in found]
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        return int(found.getsockname()[1])
-
-
 def _wait(process: "subprocess.Popen[str]", port: int, place: Place, tokens: int) -> str:
     """The model's name, once the server answers a prompt of the length that is measured."""
     until = time.monotonic() + place.each_s
@@ -86,25 +83,27 @@ def _wait(process: "subprocess.Popen[str]", port: int, place: Place, tokens: int
         if time.monotonic() > until:
             raise NotRunError(f"was not ready after {place.each_s:.0f} s")
         with contextlib.suppress(OSError, http.client.HTTPException, LookupError, ValueError):
-            model = str(json.loads(_read(port, "/v1/models"))["data"][0]["id"])
+            model = str(json.loads(_exchange(port, "/v1/models")[1])["data"][0]["id"])
             ask(port, model, _prompt(tokens, 0), 4)
             return model
         time.sleep(0.5)
     raise OSError("the server ended before it was ready")
 
 
-def _read(port: int, path: str) -> str:
-    connection = http.client.HTTPConnection(HOST, port, timeout=10)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().read().decode()
-    finally:
-        connection.close()
+def _exchange(port: int, path: str, body: str | None = None) -> tuple[int, bytes]:
+    """Status and content of a server's answer: to a POST of JSON, or to a GET without a body."""
+    kind = ("GET", path) if body is None else ("POST", path, body, JSON_HEADERS)
+    timeout_s = 10 if body is None else TIMEOUT_S
+    with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=timeout_s)) as of:
+        of.request(*kind)
+        response = of.getresponse()
+        return response.status, response.read()
 
 
 def _own_peak(port: int) -> float:
     """GiB of device memory that moejax has held; 0 of others."""
-    found = re.search(r"^moejax_device_peak_bytes (\S+)$", _read(port, "/metrics"), re.MULTILINE)
+    _, said = _exchange(port, "/metrics")
+    found = re.search(r"^moejax_device_peak_bytes (\S+)$", said.decode(), re.MULTILINE)
     return float(found[1]) / 2**30 if found else 0.0
 
 
@@ -120,17 +119,9 @@ def complete(port: int, body: Mapping[str, Any]) -> Any:
     Raises:
       ValueError: a status that is not 200.
     """
-    connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
-    try:
-        connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
-        response = connection.getresponse()
-        said = response.read()
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise ValueError(f"status {response.status}: {said[:200].decode(errors='replace')}")
+    status, said = _exchange(port, "/v1/completions", json.dumps(body))
+    if status != 200:
+        raise ValueError(f"status {status}: {said[:200].decode(errors='replace')}")
     return json.loads(said)
 
 
@@ -164,9 +155,12 @@ def _figures(port: int, model: str, tokens: int, count: int, place: Place) -> li
             if time.monotonic() > place.end:
                 raise OutOfTimeError
             first = 1 + (2 * run + (new_tokens > 1)) * 1000 + count * 100_000
-            seeds = range(first, first + count)
             began = time.perf_counter()
-            _together(port, model, tokens, seeds, new_tokens)
+            with concurrent.futures.ThreadPoolExecutor(count) as pool:
+                prompts = [_prompt(tokens, seed) for seed in range(first, first + count)]
+                asked = [pool.submit(ask, port, model, prompt, new_tokens) for prompt in prompts]
+                for one in asked:
+                    one.result()
             found.append(time.perf_counter() - began)
     short, long = (statistics.median(found) for found in seconds.values())
     if long <= short:
@@ -177,13 +171,3 @@ def _figures(port: int, model: str, tokens: int, count: int, place: Place) -> li
         Figure(prefill(tokens, count), count * tokens / short, more),
         Figure(decode(tokens, count), after, more),
     ]
-
-
-def _together(
-    port: int, model: str, tokens: int, seeds: Sequence[int], new_tokens: int
-) -> None:  # fmt: skip
-    with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
-        prompts = [_prompt(tokens, seed) for seed in seeds]
-        asked = [pool.submit(ask, port, model, prompt, new_tokens) for prompt in prompts]
-        for one in asked:
-            one.result()

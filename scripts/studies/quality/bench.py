@@ -91,8 +91,9 @@ class Texts:
     def wikitext(self, count: int, *, scored: bool = True) -> Windows:
         """Windows spread over the test text; not to be scored, over the validation text."""
         split = "test" if scored else "valid"
-        content = _unpacked(self._folder / "eval" / f"wikitext2.{split}.raw.xz")
-        return self._cut("wikitext-2", joined_rows(content), count, "wiki")
+        packed = (self._folder / "eval" / f"wikitext2.{split}.raw.xz").read_bytes()
+        content = joined_rows(lzma.decompress(packed).decode())
+        return self._cut("wikitext-2", content, count, "wiki")
 
     def domain(self, name: str, count: int, *, scored: bool = True) -> Windows:
         """Windows spread over a held-out text; not to be scored, over the first training text."""
@@ -123,10 +124,6 @@ class Texts:
         return Windows(
             name, np.stack([ids[s : s + self.length + 1] for s in starts]), (domain,) * count
         )
-
-
-def _unpacked(path: Path) -> str:
-    return lzma.decompress(path.read_bytes()).decode()
 
 
 class Model:
@@ -214,20 +211,13 @@ def _product(factors: Any) -> jax.Array:
 
 @dataclasses.dataclass
 class Measured:
-    """A run over windows.
+    """A run over windows."""
 
-    Attributes:
-      nats: of each window.
-      num_targets: tokens that were scored.
-      shares: of the gate mass, what became of it (`Ledger.shares`).
-      promoted: experts that bulk transfers brought since the run began.
-      more: what the windows' `beside` found.
-    """
-
-    nats: np.ndarray
-    num_targets: int
-    shares: dict[str, float]
-    promoted: int
+    nats: np.ndarray  # of each window
+    num_targets: int  # tokens that were scored
+    shares: dict[str, float]  # of the gate mass, what became of it (`Ledger.shares`)
+    promoted: int  # experts that bulk transfers brought since the run began
+    # what the windows' `beside` found
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -23,7 +23,7 @@ from moejax.policies.buddymoe import BuddyMoe
 from moejax.routing.profile_file import BuddyProfile, ExpertActivity, profile_of
 from scripts.studies.buddymoe.controls import MatchedRandom, Original
 from scripts.studies.quality.bench import Model, Served, Windows
-from scripts.studies.quality.cases import Case, Claim, Comparison, Point
+from scripts.studies.quality.cases import Case, Claim, Comparison, Point, share_of_loss
 from scripts.studies.quality.subject import BATCH, Subject, point
 
 CACHE_RATES = (0.75, 0.5, 0.375)
@@ -157,12 +157,19 @@ class Runs:
 
     def run(self, windows: Windows, series: str, rate: float, policy: BuddyMoe, key: Any) -> Point:
         """Scores a text under a policy; `key` names the program that serves it."""
+        served = self._begun(windows, rate, policy, key)
+        return point(windows, series, rate, served.run(windows, BATCH))
+
+    def _begun(
+        self, windows: Windows, rate: float, policy: BuddyMoe, key: Any, prefetch: int = 0
+    ) -> Served:
+        """The program of that key, made once, before any token of a text."""
         if key not in self._made:
             slots = (self.subject.part(rate),)
-            self._made[key] = Served(self.subject.model, policy, ("bf16",), slots)
+            self._made[key] = Served(self.subject.model, policy, ("bf16",), slots, prefetch)
         served = self._made[key]
         served.begin(policy, (self.held(windows.name, rate),))
-        return point(windows, series, rate, served.run(windows, BATCH))
+        return served
 
     def left_out(self, rate: float) -> Iterator[Point]:
         """Every pair of an absent expert is left out."""
@@ -188,14 +195,7 @@ class Runs:
                 ("rho 3, random at equal rho", MatchedRandom, 3),
             ):
                 policy = make(lists=lists, background_bytes=0.0, prefetch=width, rho=rho)
-                key = rate, "decode", make
-                if key not in self._made:
-                    slots = (self.subject.part(rate),)
-                    self._made[key] = Served(
-                        self.subject.model, policy, ("bf16",), slots, prefetch=width
-                    )
-                served = self._made[key]
-                served.begin(policy, (self.held(windows.name, rate),))
+                served = self._begun(windows, rate, policy, (rate, "decode", make), width)
                 run = served.run(few, DECODED, as_decode=True)
                 ledger = served.memory.read_counters()
                 more = {name: ledger.total(name) for name in ("needed", "hits", "prefetched")}
@@ -206,15 +206,21 @@ def _row(text: str, series: str, rate: float) -> str:
     return f"buddymoe | {text} | {series} | {rate:g}"
 
 
-def tests_of(own: str, null: str, factor: float = 1.0) -> tuple[Comparison, ...]:
-    """Whether the loss is at most so much of the null's, at each rate and text."""
+def tests_of(
+    own: str, null: str, factor: float = 1.0, how: str = "", at_exact: float | None = 1
+) -> tuple[Comparison, ...]:
+    """Whether the loss is at most so much of the null's, at each rate and text.
+
+    Args:
+      how: begins the names of all three series.
+      at_exact: place of the exact model's rows; None: each rate has its own.
+    """
     return tuple(
-        Comparison(
-            (
-                (1.0, _row(text, own, rate)),
-                (-factor, _row(text, null, rate)),
-                (factor - 1, _row(text, "original", 1)),
-            )
+        share_of_loss(
+            factor,
+            _row(text, f"{how}{own}", rate),
+            _row(text, f"{how}{null}", rate),
+            _row(text, f"{how}original", rate if at_exact is None else at_exact),
         )
         for text in TEXTS
         for rate in CACHE_RATES
@@ -261,17 +267,8 @@ CLAIMS = (
     Claim(
         "buddymoe", "substitution after a failed prefetch keeps accuracy", "2.3, 5.2, Figure 3",
         f"in steps of a token, at most {LOSS_OF_RANDOM} of random experts' loss",
-        tuple(
-            Comparison(
-                (
-                    (1.0, _row(text, "decode, prefetch, rho 3", rate)),
-                    (-LOSS_OF_RANDOM, _row(text, "decode, prefetch, rho 3, random at equal rho",
-                                           rate)),
-                    (LOSS_OF_RANDOM - 1, _row(text, "decode, prefetch, original", rate)),
-                )
-            )
-            for text in TEXTS
-            for rate in CACHE_RATES
+        tests_of(
+            "rho 3", "rho 3, random at equal rho", LOSS_OF_RANDOM, "decode, prefetch, ", None
         ),
     ),
 )  # fmt: skip

@@ -60,34 +60,32 @@ def standard_error(values: np.ndarray) -> float:
 
 
 class Comparison(NamedTuple):
-    """A sum of rows' nats a token that must be at most a margin.
+    """A sum of rows' nats a token that must be at most a margin."""
 
-    Attributes:
-      terms: factor and row, `SECTION | TEXT | SERIES | X` of one model.
-      margin: in nats a token.
-    """
-
+    # factor and row, `SECTION | TEXT | SERIES | X` of one model
     terms: tuple[tuple[float, str], ...]
-    margin: float = 0.0
+    margin: float = 0.0  # in nats a token
+
+
+def fewer(own: str, null: str, margin: float = 0.0) -> Comparison:
+    """Whether a row has fewer nats than another, or at most a margin more."""
+    return Comparison(((1.0, own), (-1.0, null)), margin)
+
+
+def share_of_loss(share: float, own: str, null: str, exact: str) -> Comparison:
+    """Whether a row loses at most a share of what another loses, both against a third."""
+    return Comparison(((1.0, own), (-share, null), (share - 1, exact)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A paper's claim, and the bar that we set for it before the rows were measured.
+    """A paper's claim, and the bar that we set for it before the rows were measured."""
 
-    Attributes:
-      paper: its name.
-      said: by the paper.
-      where: its section, table or figure.
-      bar: ours, in words; with the paper's number where it has one.
-      tests: all of which must hold.
-    """
-
-    paper: str
-    said: str
-    where: str
-    bar: str
-    tests: tuple[Comparison, ...]
+    paper: str  # its name
+    said: str  # by the paper
+    where: str  # its section, table or figure
+    bar: str  # ours, in words; with the paper's number where it has one
+    tests: tuple[Comparison, ...]  # all of which must hold
 
 
 class Outcome(NamedTuple):

@@ -22,7 +22,7 @@ from moejax.policies.baselines import Resident
 from moejax.policies.dymoe import attention_received
 from scripts.studies.dymoe.controls import AsAsked
 from scripts.studies.quality.bench import EachToken, Measured, Model, Served
-from scripts.studies.quality.cases import Case, Claim, Comparison, Point, standard_error
+from scripts.studies.quality.cases import Case, Claim, Comparison, Point, fewer, standard_error
 from scripts.studies.quality.subject import BATCH, Subject, point
 
 HIGH, LOW = "int4", "int2"
@@ -179,10 +179,7 @@ def _row(text: str, phase: str, series: str, r: float) -> str:
 
 
 def _pairs(phase: str, own: str, null: str, r: float) -> tuple[Comparison, ...]:
-    return tuple(
-        Comparison(((1.0, _row(text, phase, own, r)), (-1.0, _row(text, phase, null, r))))
-        for text in TEXTS
-    )
+    return tuple(fewer(_row(text, phase, own, r), _row(text, phase, null, r)) for text in TEXTS)
 
 
 def claims(num_layers: int) -> tuple[Claim, ...]:
@@ -213,11 +210,8 @@ def claims(num_layers: int) -> tuple[Claim, ...]:
                 "dymoe", f"{kind} at r = 0.9 is nearly as good as uniform INT4", "6.3, Table 2",
                 f"at most {NEAR} nats more, in {phase}",
                 tuple(
-                    Comparison(
-                        ((1.0, _row(text, phase, f"{kind} critical", 0.9)),
-                         (-1.0, f"dynaexq | {text} | uniform int4 | 0")),
-                        NEAR,
-                    )
+                    fewer(_row(text, phase, f"{kind} critical", 0.9),
+                          f"dynaexq | {text} | uniform int4 | 0", NEAR)
                     for text in TEXTS
                 ),
             )
@@ -233,6 +227,6 @@ def claims(num_layers: int) -> tuple[Claim, ...]:
         Claim(
             "dymoe", "shallow layers suffer most from INT2", "3.2, Figure 5",
             "the first layer in INT2 costs more nats than the last one",
-            (Comparison(((1.0, last), (-1.0, "dymoe | calibration | one layer in int2 | 0"))),),
+            (fewer(last, "dymoe | calibration | one layer in int2 | 0"),),
         ),
     )  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 
 from moejax.policies.dynaexq import DynaExq
 from scripts.studies.quality.bench import Measured, Served, Windows
-from scripts.studies.quality.cases import Case, Claim, Comparison, Point
+from scripts.studies.quality.cases import Case, Claim, Comparison, Point, fewer
 from scripts.studies.quality.subject import BATCH, Subject, point
 
 PAIRS = (("int4", "int2"), ("bf16", "int4"))
@@ -122,16 +122,14 @@ def _row(text: str, series: str, share: float) -> str:
 def _gap(text: str, share: float, recovered: float) -> Comparison:
     """Whether so much of the gap in log-perplexity between INT2 and INT4 is recovered."""
     low, high = (f"dynaexq | {text} | uniform {tier} | 0" for tier in ("int2", "int4"))
-    return Comparison(
-        ((1.0, _row(text, "int4/int2 hot", share)), (recovered - 1, low), (-recovered, high))
-    )
+    terms = (1.0, _row(text, "int4/int2 hot", share)), (recovered - 1, low), (-recovered, high)
+    return Comparison(terms)
 
 
 def _against(null: str, texts: Sequence[str]) -> tuple[Comparison, ...]:
     """Whether DynaExq takes fewer nats than a static choice as the workload shifts."""
     return tuple(
-        Comparison(((1.0, f"shift | {text} | dynaexq | 0"), (-1.0, f"shift | {text} | {null} | 0")))
-        for text in texts
+        fewer(f"shift | {text} | dynaexq | 0", f"shift | {text} | {null} | 0") for text in texts
     )
 
 
@@ -143,11 +141,9 @@ CLAIMS = (
             "4.2, Figure 4",
             f"fewer nats than {null} with a quarter and a half of the experts in high precision",
             tuple(
-                Comparison(
-                    (
-                        (1.0, _row(text, f"{'/'.join(pair)} hot", share)),
-                        (-1.0, _row(text, f"{'/'.join(pair)} {null}", share)),
-                    )
+                fewer(
+                    _row(text, f"{'/'.join(pair)} hot", share),
+                    _row(text, f"{'/'.join(pair)} {null}", share),
                 )
                 for text in TEXTS
                 for share in (0.25, 0.5)

@@ -27,7 +27,7 @@ from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.routing.tier_errors import TierErrors
 from scripts.studies.quality import buddymoe, dymoe, dynaexq
 from scripts.studies.quality.bench import BITS, Beside, Model, Served, Windows
-from scripts.studies.quality.cases import Case, Claim, Comparison, Point
+from scripts.studies.quality.cases import Case, Claim, Point, fewer
 from scripts.studies.quality.subject import BATCH, Subject
 
 # Cases of the papers' sections that are run again.
@@ -218,10 +218,7 @@ CLAIMS = tuple(
         paper, f"{own} is nearer to the exact model than {null}", "ours",
         f"{f'at most {margin} nats more' if margin else 'less'} KL, with {why}",
         tuple(
-            Comparison(
-                ((1.0, f"fidelity | {text} | {series}"), (-1.0, f"fidelity | {text} | {null} | 0")),
-                margin,
-            )
+            fewer(f"fidelity | {text} | {series}", f"fidelity | {text} | {null} | 0", margin)
             for text in dynaexq.TEXTS
             for series in every
         ),

@@ -14,11 +14,7 @@ BATCH = 5  # windows at once: of the mixed text, one of each domain
 
 @dataclasses.dataclass
 class Subject:
-    """A model, texts that are scored, and others of their kind that are not.
-
-    Attributes:
-      origins: expert e is a replica of shard e mod this; 0: replicas are not known.
-    """
+    """A model, texts that are scored, and others of their kind that are not."""
 
     model: Model
     texts: Texts
@@ -26,7 +22,7 @@ class Subject:
     mixed: Windows
     calibration: Windows
     others: dict[str, Windows]
-    origins: int = 0
+    origins: int = 0  # expert e is a replica of shard e mod this; 0: replicas are not known
     _uniform: dict[str, Served] = dataclasses.field(default_factory=dict)
 
     @property

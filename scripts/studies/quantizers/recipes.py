@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from scripts.studies.quality.cases import Claim, Comparison
+from scripts.studies.quality.cases import Claim, Comparison, fewer, share_of_loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,9 +97,9 @@ def policies(kilobytes: int) -> tuple[Recipe, ...]:
     )  # fmt: skip
 
 
-def _less(own: Recipe, null: Recipe, section: str = "table") -> Comparison:
+def _less(own: Recipe, null: Recipe, section: str = "table", margin: float = 0.0) -> Comparison:
     """Whether a recipe takes fewer nats than another."""
-    return Comparison(((1.0, f"{section} | {own.label}"), (-1.0, f"{section} | {null.label}")))
+    return fewer(f"{section} | {own.label}", f"{section} | {null.label}", margin)
 
 
 def claims(kilobytes: int) -> tuple[Claim, ...]:
@@ -115,15 +115,7 @@ def claims(kilobytes: int) -> tuple[Claim, ...]:
             Claim(
                 "milo", f"brings back {share:.1%} of HQQ's loss ({name})", "4.1, Table 3",
                 "that share of the loss in log-perplexity",
-                (
-                    Comparison(
-                        (
-                            (1.0, f"table | {recipe.label}"),
-                            (share - 1, f"table | {HQQ.label}"),
-                            (-share, f"table | {FULL.label}"),
-                        )
-                    ),
-                ),
+                (share_of_loss(1 - share, *(f"table | {r.label}" for r in (recipe, HQQ, FULL))),),
             )
             for name, recipe, share in (("s1", s1, 0.485), ("s2", s2, 0.591))
         ),
@@ -136,7 +128,7 @@ def claims(kilobytes: int) -> tuple[Claim, ...]:
             "milo", "factors in INT3 cost 0.2 % more perplexity than in INT8", "4.2, Table 5",
             "at most 0.002 nats more at each rank",
             tuple(
-                _less(three, eight, "ranks")._replace(margin=0.002)
+                _less(three, eight, "ranks", 0.002)
                 for three, eight in zip(*pairs, strict=True)
             ),
         ),

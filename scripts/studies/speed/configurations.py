@@ -125,17 +125,11 @@ def _cost(num_experts: int) -> Methods:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Methods of one question.
+    """Methods of one question."""
 
-    Attributes:
-      shape: the model, unless another one is asked for.
-      methods: flags by method, of so many experts a layer.
-      common: flags of all, which those of a method may replace.
-    """
-
-    shape: str
-    methods: Callable[[int], Methods]
-    common: Words
+    shape: str  # the model, unless another one is asked for
+    methods: Callable[[int], Methods]  # flags by method, of so many experts a layer
+    common: Words  # flags of all, which those of a method may replace
 
     def of(self, shape: str) -> Methods:
         """The methods for a shape."""

@@ -43,14 +43,8 @@ def evaluate(
     parts = experiment.parts()
     meter = make_meter(steps.student, steps.parent, steps.dtype, steps.attention)
     streams = {}
-    for name in (name for name in experiment.corpus.streams if "/" in name):
-        measures = measure_stream(
-            meter,
-            trained,
-            parts,
-            experiment.corpus.stream(name)[: config.evaluation_tokens],
-            context=steps.context,
-        )
+    for name, ids in experiment.held_out(config.evaluation_tokens):
+        measures = measure_stream(meter, trained, parts, ids, context=steps.context)
         stream = experiment.corpus.streams[name]
         streams[name] = measures.fields(stream.num_bytes / stream.length)
     return {"context": steps.context, "device": jax.devices()[0].device_kind, "streams": streams}

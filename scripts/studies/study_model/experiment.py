@@ -1,6 +1,7 @@
 """An experiment: its model's shapes, the weights to start from, its data."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -79,6 +80,12 @@ class Experiment:
         )
         trained, _ = split_weights(as_float32(replicated(self.parent_leaves, rows)))
         return {name: jnp.asarray(leaf) for name, leaf in trained.items()}
+
+    def held_out(self, most_tokens: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Names and first tokens of the streams that are not trained on."""
+        for name in self.corpus.streams:
+            if "/" in name:
+                yield name, self.corpus.stream(name)[:most_tokens]
 
     def save(self, directory: Path, experts: Weights, *, is_parent: bool = False) -> None:
         """Writes a Hugging Face directory in bfloat16: these experts, the rest the parent's."""

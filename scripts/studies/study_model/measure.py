@@ -148,11 +148,8 @@ def measure_stream(
     """Measures a stream of tokens in windows that do not overlap; the last batch is padded."""
     windows = cut_windows(ids, context, context)
     total: Sums | None = None
-    for i in range(0, len(windows.tokens), batch_size):
-        tokens, scored = (of[i : i + batch_size] for of in windows)
-        missing = ((0, batch_size - len(tokens)), (0, 0))
-        args = jnp.asarray(np.pad(tokens, missing)), jnp.asarray(np.pad(scored, missing))
-        found = jax.device_get(meter(trained, parts, *args))
+    for batch in windows.batches(batch_size):
+        found = jax.device_get(meter(trained, parts, *batch))
         found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
         total = found if total is None else jax.tree.map(np.add, total, found)
     assert total is not None

@@ -63,7 +63,7 @@ def join(pieces: Path, directory: Path) -> None:
     if damaged:
         raise MoejaxError(f"damaged pieces in {pieces}, to be copied again: {damaged}")
     directory.mkdir(parents=True, exist_ok=True)
-    parts = _in_threads(_decompressed, iter(paths))
+    parts = _in_threads(lambda path: bz2.decompress(path.read_bytes()), iter(paths))
     held = bytearray()
     for name, size, sha256 in files:
         while len(held) < size and (part := next(parts, b"")):
@@ -73,10 +73,6 @@ def join(pieces: Path, directory: Path) -> None:
         if written != WrittenFile(size, sha256):
             raise MoejaxError(f"{directory / name} is not the file that was cut into pieces")
         del held[:size]
-
-
-def _decompressed(path: Path) -> bytes:
-    return bz2.decompress(path.read_bytes())
 
 
 def _in_threads(of: Callable[[Any], bytes], parts: Iterator[Any]) -> Iterator[bytes]:

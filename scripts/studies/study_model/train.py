@@ -56,14 +56,8 @@ def validate(
     """Divergence and cross entropy by held-out stream, use and likeness of experts."""
     found: dict[str, Any] = {"divergence": {}, "cross_entropy": {}, "top_quarter_later": {}}
     cosines = []
-    for name in (name for name in experiment.corpus.streams if "/" in name):
-        measures = measure_stream(
-            meter,
-            trained,
-            parts,
-            experiment.corpus.stream(name)[: experiment.config.validation_tokens],
-            context=experiment.step.context,
-        )
+    for name, ids in experiment.held_out(experiment.config.validation_tokens):
+        measures = measure_stream(meter, trained, parts, ids, context=experiment.step.context)
         top = measures.top_quarter()
         found["divergence"][name] = round(measures.divergence, 4)
         found["cross_entropy"][name] = round(measures.cross_entropy, 4)

@@ -36,8 +36,12 @@ class Runs:
         return markdown_table(["", "rows", "device", "versions", "date", "command"], rows)
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; refuses a row of another length."""
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "") -> str:
+    """A table; refuses a row of another length.
+
+    Args:
+      align: "l" or "r" for the first columns; the last of them goes for the others, too.
+    """
 
     def line(cells: Sequence[Any]) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
@@ -45,7 +49,9 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for row in rows:
         if len(row) != len(header):
             raise ValueError(f"{row} has not the {len(header)} columns of {header}")
-    return "\n".join([line(header), "|" + " --- |" * len(header), *map(line, rows)])
+    sides = (align or "l").ljust(len(header), (align or "l")[-1])
+    marks = [" ---: " if side == "r" else " --- " for side in sides]
+    return "\n".join([line(header), f"|{'|'.join(marks)}|", *map(line, rows)])
 
 
 def _lines_of(numbers: Sequence[int]) -> str:

@@ -55,7 +55,9 @@ def regions(results: Results, page: str) -> dict[str, str]:
       page: RESULTS.md, whose verdicts are counted.
     """
     made: dict[str, str] = {}
-    counts = _verdicts(_MADE.sub("", page))
+    last = re.compile(rf"\| ({'|'.join(VERDICTS)}) \|$", re.MULTILINE)  # cell of a table
+    written = sections(_MADE.sub("", page))
+    counts = {name: Counter(last.findall(text)) for name, text in written.items()}
     windows, documents = subjects.by_window(results), subjects.by_document(results)
     quantized = subjects.by_window(results, " | perplexity")
     kilobytes = [int(n) for name in quantized for n in re.findall(r"within (\d+) KB", name)]
@@ -99,12 +101,6 @@ def sections(page: str) -> dict[str, str]:
     parts = re.split(r"^## ", page, flags=re.MULTILINE)
     return {name: next((part for part in parts if part.startswith(f"{title}: ")), "")
             for name, title in TITLES.items()}  # fmt: skip
-
-
-def _verdicts(page: str) -> dict[str, Counter[str]]:
-    """Counts of verdicts by paper: last cells of its tables that are one."""
-    last = re.compile(rf"\| ({'|'.join(VERDICTS)}) \|$", re.MULTILINE)
-    return {name: Counter(last.findall(text)) for name, text in sections(page).items()}
 
 
 def _gpu_runs(results: Results) -> tuple[str, str]:

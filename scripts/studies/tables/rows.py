@@ -90,10 +90,6 @@ def read_checked(path: Path) -> Iterator[Found]:
         yield Found(ResultRow(**decoded), path.name, number)
 
 
-def _age(one: Found) -> tuple[str, bool, str, int]:
-    return one.row.date, one.file not in FIRST_RUNS, one.file, one.line
-
-
 class Results:
     """All measured rows, in the order of files; of rows that say the same the latest counts."""
 
@@ -109,7 +105,9 @@ class Results:
         paths = sorted(folder.rglob("*.jsonl"), key=lambda path: path.name)
         self.measured = [one for path in paths for one in read_checked(path)]
         latest: dict[str, Found] = {}
-        for one in sorted(self.measured, key=_age):
+        for one in sorted(
+            self.measured, key=lambda of: (of.row.date, of.file not in FIRST_RUNS, of.file, of.line)
+        ):
             latest.pop(one.row.what, None)  # so that the order is that of the latest
             latest[one.row.what] = one
         self._rows = latest
