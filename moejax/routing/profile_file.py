@@ -279,10 +279,7 @@ def _check_values(path: Path, lists: BuddyLists, numbers: dict[str, np.ndarray])
 
 
 def _check(
-    path: Path,
-    stored: dict[str, StoredTensor],
-    config: ModelConfig | None,
-    tiers: tuple[str, ...],
+    path: Path, stored: dict[str, StoredTensor], config: ModelConfig | None, tiers: tuple[str, ...]
 ) -> None:
     """Raises MoejaxError for tensors that are missing or have another size."""
     optional = ("cosines", "following")

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -78,8 +79,7 @@ def bandwidth_bound_ms(machine: Machine, num_bytes: float) -> float:
     return max(machine.base_ms, float(machine._link_ms(num_bytes)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _MeasuredRun:
+class _MeasuredRun(NamedTuple):
     """A measured setting: time of a decode step, and its bytes over the link."""
 
     tpot_ms: float
@@ -112,10 +112,7 @@ def calibrate(
     if base < 0:
         base, each = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
     return Machine(
-        base_ms=float(base),
-        link_gib_per_s=float(1e3 / each),
-        fetch_ms=fetch_ms,
-        overlap=overlap,
+        base_ms=float(base), link_gib_per_s=float(1e3 / each), fetch_ms=fetch_ms, overlap=overlap
     )
 
 
@@ -143,9 +140,7 @@ def measured_rows(path: Path) -> list[_MeasuredRun]:
     for key, tpot_ms in times.items():
         if key in moved:
             run = (key[0], _BUDGET.sub("", key[1]))
-            found.setdefault(run, []).append(
-                _MeasuredRun(tpot_ms=tpot_ms, num_bytes=1e6 * moved[key])
-            )
+            found.setdefault(run, []).append(_MeasuredRun(tpot_ms, 1e6 * moved[key]))
     several = [f"{what} on {device}" for (device, what), rows in found.items() if len(rows) > 1]
     if len(several) > 1:
         raise MoejaxError(

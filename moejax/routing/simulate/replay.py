@@ -16,7 +16,8 @@ calls of one shape (`segments`).
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -111,12 +112,8 @@ def segments(trace: Trace) -> Iterator[TraceSegment]:
         for place, s in enumerate(steps):
             index[place, : sizes[s]] = starts[s] + np.arange(sizes[s])
         index = index.reshape(shape)
-        yield TraceSegment(_StepTokens(index >= 0, jax.tree.map(_rows(index), layers)), is_prefill)
-
-
-def _rows(index: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that takes these rows of an array."""
-    return lambda array: array[index]
+        taken = jax.tree.map(operator.itemgetter(index), layers)
+        yield TraceSegment(_StepTokens(index >= 0, taken), is_prefill)
 
 
 def _layers(trace: Trace) -> _LayerTokens:
@@ -215,29 +212,6 @@ def _admit(
     return jnp.where(admitted, stamp, jnp.where(gone, 0, key)), moved
 
 
-def _prefetch_experts(
-    slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, most: int, shares: bool
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Prefetches the predicted experts: keys int32[T, E] and counts [T]."""
-    num_tiers, num_experts = key.shape
-    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
-    wanted = ahead[None] == tier
-    if shares:
-        wanted = jnp.stack([ahead == 0, ahead >= 0])
-        # A refinement comes over a base plane that is there.
-        new = wanted & (key == 0) & jnp.stack([key[1] > 0, jnp.ones(num_experts, bool)])
-        keys, moved = _admit_shared(key, new, wanted, slots, 4 * clock + 1, most)
-        return keys, _counts_of(moved, "prefetched")
-    # A copy as good or better serves.
-    there = key > 0
-    served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
-    new = wanted & ~served
-    keys, moved = _admit_each(key, new, wanted, slots, 4 * clock + 1, most)
-    came = new & (keys > 0)
-    leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
-    return jnp.where(leaving, 0, keys), _counts_of(moved, "prefetched")
-
-
 def _counts_of(moved: _Moved, admitted: str) -> dict[str, jax.Array]:
     """Counts by the names of `EVENTS`; `admitted` is that of experts that came."""
     return {admitted: moved.admitted, "evictions": moved.evictions, "prefetch_waste": moved.waste}
@@ -252,87 +226,22 @@ def _resident(key: jax.Array, shares: bool) -> jax.Array:
     return jnp.stack([there[..., 0, :] & base, base], axis=-2)
 
 
-def _serve(
-    slots: jax.Array,
-    key: jax.Array,
-    decision: Decision,
-    observation: Observation,
-    clock: jax.Array,
-    most: int,
-    refines: tuple[bool, ...],
-    shares: bool,
-    host: tuple[int, ...] = (),
-) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """Runs a layer as decided: keys, counts [T] by name, gate mass float32[T + 3].
+def _admit_tiers(
+    key: jax.Array, coming: jax.Array, protected: jax.Array, slots: jax.Array, stamp: jax.Array,
+    most: int, *, shares: bool = False,
+) -> tuple[jax.Array, _Moved]:  # fmt: skip
+    """Runs `_admit` for every tier, or for the planes of one pool, base planes first; counts [T].
 
-    `host`: as `cache_plan.Asked.host`, for one token; (): none. Its mass is the tier's.
+    The first four operands have the tiers' axis.
     """
-    num_tiers, num_experts = key.shape
-    active = observation.active
-    wishes = Wishes(decision.tier, decision.at_least)
-    resident = _resident(key, shares)
-    found = cache_plan.resolve_tiers(resident, decision.ids, wishes, active, refines)
-    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
-    runs = found.tier[None] == tier  # bool[T, E]
-    if shares:  # the first tier needs both planes
-        runs = runs.at[1].set(runs[0] | runs[1])
-        hits, misses = runs & (key > 0), runs & (key == 0)
+    if shares:
+        of_pool, wanted, kept = (array.reshape(-1) for array in (key, coming, protected))
+        keys, moved = _admit(of_pool, wanted, kept, slots[1], stamp, 2 * most, first=key.shape[1])
     else:
-        misses, hits = runs & found.fetched[None], runs & ~found.fetched[None]
-        key = jnp.where(found.leaving & (slots[:, None] < num_experts), 0, key)
-    events = {
-        "needed": _num(runs, axis=1),
-        "hits": _num(hits, axis=1),
-        "reused": _num(hits & found.reused[None], axis=1),
-        "misses": _num(misses, axis=1),
-        "prefetch_hits": _num(hits & (key & 1 == 1), axis=1),
-    }
-    key = jnp.where(hits, 4 * clock, key)
-    if host:
-        missed = misses[0][decision.ids] & active[:, None]
-        at_host = last_misses(missed, jnp.asarray(host, jnp.int32))
-        gone = jnp.zeros(num_experts, bool).at[decision.ids].max(at_host)
-        misses &= ~gone[None]
-    admit = _admit_shared if shares else _admit_each
-    key, sums = admit(key, misses, runs, slots, 4 * clock, most)
-    events |= {"streamed": sums.streamed, **_counts_of(sums, "admitted")}
-    weights = jnp.where(active[:, None], observation.weights, 0.0)
-    computed = decision.tier != SKIPPED
-    at = jnp.where(computed, found.tier[decision.ids], -1)
-    by_tier = jnp.sum(jnp.where(at[None] == tier[:, :, None], weights[None], 0.0), axis=(1, 2))
-    skipped = jnp.sum(jnp.where(computed, 0.0, weights))
-    other = computed & (decision.ids != observation.ids)
-    replaced = jnp.sum(jnp.where(other, weights, 0.0))
-    gate = jnp.concatenate([by_tier, jnp.stack([skipped, replaced, jnp.sum(weights)])])
-    return key, events, gate
-
-
-def _admit_each(
-    key: jax.Array,
-    coming: jax.Array,
-    protected: jax.Array,
-    slots: jax.Array,
-    stamp: jax.Array,
-    most: int,
-) -> tuple[jax.Array, _Moved]:
-    """Runs `_admit` for every tier; the first four operands have its axis."""
-    one = functools.partial(_admit, stamp=stamp, most=most)
-    key, moved = jax.vmap(one)(key, coming, protected, slots)
-    return key, _Moved(*(_num(mask, axis=1) for mask in moved))
-
-
-def _admit_shared(
-    key: jax.Array,
-    coming: jax.Array,
-    protected: jax.Array,
-    slots: jax.Array,
-    stamp: jax.Array,
-    most: int,
-) -> tuple[jax.Array, _Moved]:
-    """Runs `_admit` for the planes of one pool, base planes first; operands as `_admit_each`."""
-    shape, items = key.shape, [array.reshape(-1) for array in (key, coming, protected)]
-    key, moved = _admit(items[0], items[1], items[2], slots[1], stamp, 2 * most, first=shape[1])
-    return key.reshape(shape), _Moved(*(_num(mask.reshape(shape), axis=1) for mask in moved))
+        one = functools.partial(_admit, stamp=stamp, most=most)
+        keys, moved = jax.vmap(one)(key, coming, protected, slots)
+    counts = (_num(mask.reshape(key.shape), axis=1) for mask in moved)
+    return keys.reshape(key.shape), _Moved(*counts)
 
 
 def _num(mask: jax.Array, axis: int | None = None) -> jax.Array:
@@ -518,25 +427,75 @@ class _Step:
     def prefetch(
         self, key: jax.Array, ahead: jax.Array, seen: Observation
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Runs `_prefetch_experts` if the replay prefetches."""
+        """Prefetches the predicted experts: keys int32[T, E] and counts [T] by name."""
+        num_tiers, num_experts = key.shape
         if not self.replay.foreseen:
-            return key, {"prefetched": jnp.zeros(len(self.slots), jnp.int32)}
-        most = min(self.replay.foreseen * len(seen.ids), key.shape[-1])
-        shares = self.replay.shares_slots
-        return _prefetch_experts(self.slots, key, ahead, self.clock, most, shares)
+            return key, {"prefetched": jnp.zeros(num_tiers, jnp.int32)}
+        most = min(self.replay.foreseen * len(seen.ids), num_experts)
+        stamp = 4 * self.clock + 1
+        if self.replay.shares_slots:
+            wanted = jnp.stack([ahead == 0, ahead >= 0])
+            # A refinement comes over a base plane that is there.
+            new = wanted & (key == 0) & jnp.stack([key[1] > 0, jnp.ones(num_experts, bool)])
+            keys, moved = _admit_tiers(key, new, wanted, self.slots, stamp, most, shares=True)
+            return keys, _counts_of(moved, "prefetched")
+        wanted = ahead[None] == jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
+        # A copy as good or better serves.
+        there = key > 0
+        served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
+        new = wanted & ~served
+        keys, moved = _admit_tiers(key, new, wanted, self.slots, stamp, most)
+        came = new & (keys > 0)
+        leaving = jnp.any(came, axis=0)[None] & ~came & (self.slots[:, None] < num_experts)
+        return jnp.where(leaving, 0, keys), _counts_of(moved, "prefetched")
 
     def run(
         self, key: jax.Array, prefetched: dict[str, jax.Array], decision: Decision,
         seen: Observation,
     ) -> _Layer:  # fmt: skip
-        """Runs `_serve` and adds the counts of the prefetch."""
-        most = min(seen.ids.size, key.shape[-1])
-        alone = not self.is_prefill and len(seen.ids) == 1
-        key, events, gate = _serve(
-            self.slots, key, decision, seen, self.clock, most, self.replay.refines,
-            self.replay.shares_slots, self.replay.host if alone else (),
-        )  # fmt: skip
-        events = events | {name: events.get(name, 0) + n for name, n in prefetched.items()}
+        """Runs a layer as decided, and adds the counts of the prefetch."""
+        num_tiers, num_experts = key.shape
+        active, shares = seen.active, self.replay.shares_slots
+        wishes = Wishes(decision.tier, decision.at_least)
+        resident = _resident(key, shares)
+        found = cache_plan.resolve_tiers(
+            resident, decision.ids, wishes, active, self.replay.refines
+        )
+        tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
+        runs = found.tier[None] == tier  # bool[T, E]
+        if shares:  # the first tier needs both planes
+            runs = runs.at[1].set(runs[0] | runs[1])
+            hits, misses = runs & (key > 0), runs & (key == 0)
+        else:
+            misses, hits = runs & found.fetched[None], runs & ~found.fetched[None]
+            key = jnp.where(found.leaving & (self.slots[:, None] < num_experts), 0, key)
+        events = {
+            "needed": _num(runs, axis=1),
+            "hits": _num(hits, axis=1),
+            "reused": _num(hits & found.reused[None], axis=1),
+            "misses": _num(misses, axis=1),
+            "prefetch_hits": _num(hits & (key & 1 == 1), axis=1),
+        }
+        key = jnp.where(hits, 4 * self.clock, key)
+        if self.replay.host and not self.is_prefill and len(seen.ids) == 1:
+            missed = misses[0][decision.ids] & active[:, None]
+            at_host = last_misses(missed, jnp.asarray(self.replay.host, jnp.int32))
+            gone = jnp.zeros(num_experts, bool).at[decision.ids].max(at_host)
+            misses &= ~gone[None]  # their gate mass is the tier's all the same
+        most = min(seen.ids.size, num_experts)
+        key, moved = _admit_tiers(
+            key, misses, runs, self.slots, 4 * self.clock, most, shares=shares
+        )
+        events |= {"streamed": moved.streamed, **_counts_of(moved, "admitted")}
+        weights = jnp.where(active[:, None], seen.weights, 0.0)
+        computed = decision.tier != SKIPPED
+        at = jnp.where(computed, found.tier[decision.ids], -1)
+        by_tier = jnp.sum(jnp.where(at[None] == tier[:, :, None], weights[None], 0.0), axis=(1, 2))
+        skipped = jnp.sum(jnp.where(computed, 0.0, weights))
+        other = computed & (decision.ids != seen.ids)
+        replaced = jnp.sum(jnp.where(other, weights, 0.0))
+        gate = jnp.concatenate([by_tier, jnp.stack([skipped, replaced, jnp.sum(weights)])])
+        events |= {name: events.get(name, 0) + n for name, n in prefetched.items()}
         ahead = prefetched["prefetched"]
         return _Layer(key, _row(events, ahead), ahead, gate)
 
@@ -619,7 +578,7 @@ def _arrive(replay: Replay, slots: jax.Array, running: Running, phase: int) -> R
 
     def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, _Moved]:
         # Later than what the last step used, and before what the next one does.
-        return _admit_each(key, coming, coming, slots, 4 * running.clock - 1, num_experts)
+        return _admit_tiers(key, coming, coming, slots, 4 * running.clock - 1, num_experts)
 
     keys, moved = jax.vmap(of_layer)(running.keys, arrived & (running.keys == 0))
     row = jnp.sum(_row(_counts_of(moved, "bulk"), moved.admitted), axis=1)

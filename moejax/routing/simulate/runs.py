@@ -90,8 +90,12 @@ def run_policies(
     for i, run in enumerate(runs):
         _check_needs(trace, run)
         spec = _spec_of(trace, run)
-        _check_planes(run, spec)
         states[i] = run.policy.init(spec)
+        dims = spec.num_layers, len(run.tiers), spec.num_experts
+        if run.shares_slots and moves_between_steps(run.policy, states[i], dims):
+            raise MoejaxError(
+                f"{run.policy.name} moves experts between steps, which shared slots lack"
+            )
         _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
         formula = keys.key_of(run.policy, states[i], spec), run.refines, run.host
         groups.setdefault(formula, []).append(i)
@@ -142,15 +146,6 @@ def _check_needs(trace: Trace, run: Run) -> None:
         )
 
 
-def _check_planes(run: Run, spec: PolicySpec) -> None:
-    """Raises MoejaxError for tiers that cannot share slots."""
-    if not run.shares_slots:
-        return
-    dims, state = (spec.num_layers, 2, spec.num_experts), run.policy.init(spec)
-    if moves_between_steps(run.policy, state, dims):
-        raise MoejaxError(f"{run.policy.name} moves experts between steps, which shared slots lack")
-
-
 def _check_foreseen(trace: Trace, run: Run, ahead: int) -> None:
     """Raises MoejaxError if the trace predicts fewer than `ahead` experts.
 
@@ -180,12 +175,6 @@ def _block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
     return -(-count // min(count, num_blocks))
 
 
-def _bulk(trace: Trace, run: Run) -> int:
-    if run.bulk is not None:
-        return run.bulk
-    return default_bulk(run.expert_bytes[0], trace.num_layers * run.slots[0])
-
-
 def _run_block(
     trace: Trace,
     cut: Sequence[TraceSegment],
@@ -201,7 +190,12 @@ def _run_block(
     predicted = trace.predicted_ids
     foreseen = predicted.shape[2] if looks and predicted is not None else 0
     slots = jnp.asarray([run.slots for run in runs], jnp.int32)
-    bulk = jnp.asarray([_bulk(trace, run) for run in runs], jnp.int32)
+    limits = [
+        default_bulk(run.expert_bytes[0], trace.num_layers * run.slots[0])
+        if run.bulk is None else run.bulk
+        for run in runs
+    ]  # fmt: skip
+    bulk = jnp.asarray(limits, jnp.int32)
     # On the host: a program of a thousand operands takes long to compile.
     stacked = jax.tree.map(
         lambda *leaves: jnp.asarray(np.stack(leaves)), *(jax.device_get(s) for s in states)
