@@ -1,11 +1,9 @@
 """Runs batches of requests and times them; what moved for prompts and for answers, apart."""
 
 import contextlib
-import copy
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,16 +95,17 @@ class Bench:
         distinct = self._distinct(batches[0], count) if self.runner.memory is None else None
         if self.runner.memory is not None:
             self.runner.memory.read_counters()  # what warming up moved counts for nothing
-            fresh = _fresh_ledger(self.runner.memory.ledger)
-            self._ledgers = {"prefill": fresh, "decode": copy.deepcopy(fresh)}
+            tiers = self.runner.memory.ledger.tiers
+            self._ledgers = {
+                phase: Ledger({n: TierLedger(t.expert_bytes, t.refines) for n, t in tiers.items()})
+                for phase in ("prefill", "decode")
+            }
         early, found, walls = programs.seconds, [], []
         for _ in range(runs):
             start = time.perf_counter()
             found.append([self._batch(batch) for batch in batches])
             walls.append(time.perf_counter() - start)
-        for ledger in self._ledgers.values():
-            _forget_requests(ledger)
-        _say_asked_once(self._ledgers)
+        self._join_phases()
         return Measurement(
             found, walls, self._ledgers, distinct, warmup_s, programs.seconds - compiled,
             programs.seconds - early,
@@ -142,6 +141,16 @@ class Bench:
         lengths = [len(prompt) for prompt in prompts]
         return BatchTimes(lengths, new_tokens, ttft_s, calls, ended_s)
 
+    def _join_phases(self) -> None:
+        """Leaves out of both ledgers what is of the whole time, or of both phases together."""
+        asked = [ledger.asked for ledger in self._ledgers.values()]
+        for ledger in self._ledgers.values():
+            for tier in ledger.tiers.values():
+                tier.bulk_requests = {}
+        if any(count is not None for count in asked):  # prompts alone may be too short for it
+            self._ledgers["prefill"].asked = None
+            self._ledgers["decode"].asked = sum(filter(None, asked))
+
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Counts what moves inside on the phase's ledger, read outside the times."""
@@ -149,7 +158,9 @@ class Bench:
         if memory is None or not self._ledgers:
             yield
             return
-        _install(memory, self._ledgers[name])
+        ledger = memory.ledger = self._ledgers[name]
+        for tier, own in zip(memory.tiers, ledger.tiers.values(), strict=True):
+            tier.ledger = own
         yield
         memory.read_counters()
 
@@ -183,33 +194,6 @@ class _Clock:
         """Since the last lap."""
         before, self._since = self._since, self._now()
         return self._since - before
-
-
-def _fresh_ledger(ledger: Ledger) -> Ledger:
-    """An empty ledger of the same tiers."""
-    tiers = ledger.tiers.items()
-    return Ledger({name: TierLedger(tier.expert_bytes, tier.refines) for name, tier in tiers})
-
-
-def _forget_requests(ledger: Ledger) -> None:
-    """Drops counts of transfer requests, which are of the time since the beginning."""
-    for tier in ledger.tiers.values():
-        tier.bulk_requests = {}
-
-
-def _say_asked_once(ledgers: dict[str, Ledger]) -> None:
-    """How often a policy was asked is of the whole: prompts alone may be too short for it."""
-    asked = [ledger.asked for ledger in ledgers.values()]
-    if any(count is not None for count in asked):
-        ledgers["prefill"].asked = None
-        ledgers["decode"].asked = sum(filter(None, asked))
-
-
-def _install(memory: Any, ledger: Ledger) -> None:
-    """Adds counters that are read from now on to this ledger."""
-    memory.ledger = ledger
-    for tier, own in zip(memory.tiers, ledger.tiers.values(), strict=True):
-        tier.ledger = own
 
 
 def floor_bytes(

@@ -44,7 +44,7 @@ from moejax.experts.budget import (
     make_budget,
 )
 from moejax.experts.budget.planned import EMBEDDINGS, EMBEDDINGS_LEAF
-from moejax.experts.cache import ExpertMemory, TierMemory
+from moejax.experts.cache import ExpertMemory
 from moejax.experts.host_store import HostStore
 from moejax.experts.load import empty_tier, plan_tiers, preload_first
 from moejax.experts.machine import check_room, device_limits, room_nbytes
@@ -84,7 +84,11 @@ class _SyntheticRows:
         """Draws a few experts, all rows of `packing`, or planes of as many bits."""
         self.num_layers = len(config.moe_layers)
         self.num_experts = (mesh.num_handed_out if mesh else 0) or config.num_experts
-        small = dataclasses.replace(_one_layer_of(config, _NUM_DRAWN), vocab_size=64)
+        small = dataclasses.replace(
+            config, num_layers=1, moe_layers=(0,), num_experts=_NUM_DRAWN, delta_net=None,
+            window_layers=None, experts_per_token=min(config.experts_per_token, _NUM_DRAWN),
+            router=PLAIN_ROUTER, vocab_size=64,
+        )  # fmt: skip
         drawn = random_weights(small, packing, device)
         stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
         if is_plane:
@@ -156,16 +160,6 @@ def _replay(memory: ExpertMemory, workload: Workload, batch: int) -> None:
         tier.store = dataclasses.replace(tier.store, replay=None, replay_ahead=None)
 
 
-def _release(memory: ExpertMemory | TierMemory | None) -> None:
-    """Gives back what a memory has on the device, but not the host's rows."""
-    if memory is None:
-        return
-    memory.close()
-    for leaf in jax.tree.leaves(memory.pool):
-        if not leaf.is_deleted():
-            leaf.delete()
-
-
 OWN_ROUTING = "the model's own"
 NEAR_UNIFORM = (
     "the random routers' own, near uniform (all experts are on the device, nothing is replayed; "
@@ -184,8 +178,8 @@ class _LoadedModel:
     runner: Runner
     budget: Budget | None  # what was planned; None without limits
     routing: str  # where decode steps' experts are from, for people
-    load_s: float  # seconds that it took; 0 where it was there already
-    close: Callable[[], None]  # gives back what no other measurement uses
+    load_s: float = 0.0  # seconds that it took; 0 where it was there already
+    close: Callable[[], object] = lambda: None  # gives back what no other measurement uses
 
 
 class CheckpointModels:
@@ -225,7 +219,7 @@ class CheckpointModels:
         is_whole = limits is None and self._tiering is None
         if is_whole and self._whole is not None:
             runner = self._whole._runner  # the loop itself is timed
-            return _LoadedModel(runner, None, OWN_ROUTING, 0.0, lambda: None)
+            return _LoadedModel(runner, None, OWN_ROUTING)
         if self._whole is not None:
             self._whole.close()
             self._whole = None
@@ -234,8 +228,8 @@ class CheckpointModels:
         if is_whole:
             self._whole = engine
         runner = engine._runner
-        close = (lambda: None) if is_whole else engine.close
-        return _LoadedModel(runner, engine.budget, OWN_ROUTING, engine.load_seconds, close)
+        found = _LoadedModel(runner, engine.budget, OWN_ROUTING, engine.load_seconds)
+        return found if is_whole else dataclasses.replace(found, close=engine.close)
 
     def exact(self, context: int) -> Engine:
         """The model without a policy, under the largest budget that was asked for."""
@@ -347,7 +341,7 @@ class _ShapeModels:
 
     def _loaded(self, batch: int, context: int, limits: Limits) -> _LoadedModel:
         if self._whole is not None:
-            return _LoadedModel(self._whole, None, NEAR_UNIFORM, 0.0, lambda: None)
+            return _LoadedModel(self._whole, None, NEAR_UNIFORM)
         tiering, work = self._tiering, self._routing(batch)
         policy = None if tiering is None else self._policy(tiering, work)
         names = ["experts"] if tiering is None else [tier.name for tier in tiering.stored()]
@@ -381,7 +375,13 @@ class _ShapeModels:
         hot = work.activations() if self._by_profile else None
         for bits, part, is_plane in zip(self._bits, budget.tiers, refines, strict=True):
             plane = bits - self._bits[-1] if is_plane else 0
-            tier = self._tier_memory(bits, part, plane)
+            rows = self._made_rows(bits, part, plane)
+            tier = empty_tier(
+                part, rows, rows.store, self._own, self.device, self._mesh, self._dense,
+                refines=plane,
+            )  # fmt: skip
+            if tier.host is not None:
+                print_stderr(tier.host.text)
             held += preload_first(tier, part, hot, held, self.config)
             memories.append(tier)
         width, stored = self.config.experts_per_token, [STORED] if policy is None else names
@@ -403,16 +403,6 @@ class _ShapeModels:
         if bits == 16:
             return sum(BFLOAT16_BYTES * math.prod(size) for size in sizes)
         return sum(map(self._packing.kind(bits).num_bytes, sizes))
-
-    def _tier_memory(self, bits: int, part: TierBudget, refines: int) -> TierMemory:
-        """Slots of one precision by a budget, or of its last plane, of `refines` bits."""
-        rows = self._made_rows(bits, part, refines)
-        memory = empty_tier(
-            part, rows, rows.store, self._own, self.device, self._mesh, self._dense, refines=refines
-        )
-        if memory.host is not None:
-            print_stderr(memory.host.text)
-        return memory
 
     def _made_rows(self, bits: int, part: TierBudget, refines: int) -> _SyntheticRows:
         """Rows of a precision, or of its last plane; made once."""
@@ -456,7 +446,7 @@ class _ShapeModels:
         if limits == Limits():
             self._whole = runner
         stated = budget if limits.device_gib else None
-        return _LoadedModel(runner, stated, NEAR_UNIFORM, 0.0, lambda: None)
+        return _LoadedModel(runner, stated, NEAR_UNIFORM)
 
     def _moving(
         self, memory: ExpertMemory, work: routing.Workload, batch: int, budget: Budget
@@ -474,10 +464,13 @@ class _ShapeModels:
 
         def close() -> None:
             runner.programs.close()
-            _release(memory)
+            memory.close()
+            for leaf in jax.tree.leaves(memory.pool):  # but not the host's rows
+                if not leaf.is_deleted():
+                    leaf.delete()
             gc.collect()
 
-        return _LoadedModel(runner, budget, said, 0.0, close)
+        return _LoadedModel(runner, budget, said, close=close)
 
     def _routing(self, batch: int) -> routing.Workload:
         asked = self._asked
@@ -534,12 +527,3 @@ def models_of(config: BenchmarkConfig) -> Models:
     device = choose_device(config.platform)
     enable_compilation_cache(config.compilation_cache)
     return _ShapeModels(config, device) if config.shape else CheckpointModels(config, device)
-
-
-def _one_layer_of(config: ModelConfig, num_experts: int) -> ModelConfig:
-    """A sparse layer of few experts, as wide as the model's, for tests of experts alone."""
-    return dataclasses.replace(
-        config, num_layers=1, moe_layers=(0,), num_experts=num_experts, delta_net=None,
-        window_layers=None,
-        experts_per_token=min(config.experts_per_token, num_experts), router=PLAIN_ROUTER,
-    )  # fmt: skip

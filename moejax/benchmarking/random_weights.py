@@ -14,14 +14,7 @@ import numpy as np
 from moejax.models.config import FLOAT32_LEAVES, ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.hf.names import expert_spelling, placements
 from moejax.models.leaf_kinds import EXPERT_LEAVES, kind_of
-from moejax.weights.qtensor import (
-    FACTOR_GROUP_SIZE,
-    MXFP4,
-    CodesKind,
-    Compensator,
-    QTensor,
-    Weight,
-)
+from moejax.weights.qtensor import FACTOR_GROUP_SIZE, MXFP4, CodesKind, Compensator, QTensor, Weight
 from pallas_kernels import mxfp4
 
 FACTOR_BITS = 3  # of compensators

@@ -133,14 +133,18 @@ def of_trace(
     """
     ids, gates = _scaled(config, trace, name)
     steps = _num_steps(batch)
-    ids_by_row, gates_by_row = (_spread(of, batch, steps) for of in (ids, gates))
-    num_experts = config.num_experts
-    work = _workload_of(ids_by_row, gates_by_row, num_experts, recall=recall, seed=seed)
+    used, num_experts = min(steps, len(ids)), config.num_experts
+    ids, gates = (_spread(of, batch, steps) for of in (ids, gates))
+    rest = (1 - CHOSEN_MASS) / max(1, num_experts - ids.shape[-1])
+    probabilities = np.full((*ids.shape[:-1], num_experts), rest, np.float32)
+    # A gate of 0 is a chosen expert all the same: not below what is not chosen.
+    np.put_along_axis(probabilities, ids, CHOSEN_MASS * gates + rest, axis=-1)
+    probabilities /= probabilities.sum(axis=-1, keepdims=True)
+    predicted = _predictions(np.random.default_rng(seed), probabilities, ids, recall)
     is_own = (trace.num_experts, trace.width) == (config.num_experts, config.experts_per_token)
     how = "its own gates" if is_own else f"scaled from {trace.num_experts} experts, gates made up"
-    used = min(steps, len(ids))
     about = f"trace {name}, {how}, {used} steps over and over{_said(recall)}"
-    return dataclasses.replace(work, about=about)
+    return Workload(ids, probabilities, predicted, 0, about)
 
 
 def make_workload(
@@ -175,22 +179,6 @@ def make_workload(
     ids = np.take_along_axis(order, np.argsort(-some, axis=-1, kind="stable"), axis=-1)
     predicted = _predictions(rng, probabilities, ids, recall)
     return Workload(ids.astype(np.int32), probabilities, predicted, num_shifts)
-
-
-def _workload_of(
-    ids: np.ndarray, gates: np.ndarray, num_experts: int, *, recall: float, seed: int
-) -> Workload:
-    """Chosen experts and their weights as what routers say: `CHOSEN_MASS` is theirs.
-
-    `ids` are int32[S, M, B, A], `gates` float32 of that shape, falling, sums of 1.
-    """
-    rest = (1 - CHOSEN_MASS) / max(1, num_experts - ids.shape[-1])
-    probabilities = np.full((*ids.shape[:-1], num_experts), rest, np.float32)
-    # A gate of 0 is a chosen expert all the same: not below what is not chosen.
-    np.put_along_axis(probabilities, ids, CHOSEN_MASS * gates + rest, axis=-1)
-    probabilities /= probabilities.sum(axis=-1, keepdims=True)
-    rng = np.random.default_rng(seed)
-    return Workload(ids, probabilities, _predictions(rng, probabilities, ids, recall), 0)
 
 
 def _scaled_trace(

@@ -21,7 +21,7 @@ from moejax.devices import device_nbytes, plain_memory_errors
 from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError, print_stderr
 from moejax.evaluation import fidelity
-from moejax.experts.bits import BitsPerWeight, bits_of
+from moejax.experts.bits import bits_of
 from moejax.experts.budget import BudgetError
 from moejax.inference import report
 from moejax.inference.chunking import MIN_KV_LENGTH, length_bucket
@@ -170,8 +170,16 @@ def _compare(
         _print_unmeasured(error)
     for place, point in enumerate(outcome.points):
         if point.predicted is not None and point.batch in exact:
-            found = _fidelity_figures(exact[point.batch], point.predicted)
-            point = dataclasses.replace(point, figures=point.figures | found)
+            both = (of.astype(np.float64) for of in (exact[point.batch], point.predicted))
+            found = fidelity.compare(*both)
+            more = {
+                "KL of the exact model": _Figure(found.mean_kl, "nats a token"),
+                "largest KL of the exact model": _Figure(found.largest_kl, "nats"),
+                "same likeliest token": _Figure(
+                    100 * found.same_choice, f"% of {found.num_tokens} tokens"
+                ),
+            }
+            point = dataclasses.replace(point, figures=point.figures | more)
         outcome.points[place] = dataclasses.replace(point, predicted=None)
 
 
@@ -229,10 +237,16 @@ def _measured(
         peak = report.device_peak_bytes(models.device)
         found = _of_times(measured) | _of_ledgers(measured)
         found |= _of_floor(measured, runner, bandwidth)
-        found |= _of_cost(
-            measured, load_s=loaded.load_s, device_peak=peak, host_peak=report.host_peak_bytes()
-        )
-        found |= _of_bits(bits)
+        found["host memory peak"] = _Figure(report.host_peak_bytes() / 2**30, "GiB")
+        if peak is not None:
+            found["device memory peak"] = _Figure(peak / 2**30, "GiB")
+        found |= {
+            "load": _Figure(loaded.load_s, "s"),
+            "compile": _Figure(measured.compile_s, "s"),
+            "warm-up": _Figure(measured.warmup_s, "s"),
+            "bits a weight": _Figure(bits.overall, "bits"),
+            **{f"bits a weight, {n}": _Figure(of, "bits") for n, of in bits.parts.items()},
+        }
         if loaded.budget is not None:
             planned = loaded.budget.total_device / 2**30
             found["planned device memory"] = _Figure(planned, "GiB")
@@ -267,16 +281,6 @@ def _predicted(
     except MoejaxError as error:
         _print_unmeasured(error)
         return None
-
-
-def _fidelity_figures(exact: np.ndarray, policy: np.ndarray) -> Figures:
-    """Compares the predictions of both models on the same samples."""
-    found = fidelity.compare(exact.astype(np.float64), policy.astype(np.float64))
-    return {
-        "KL of the exact model": _Figure(found.mean_kl, "nats a token"),
-        "largest KL of the exact model": _Figure(found.largest_kl, "nats"),
-        "same likeliest token": _Figure(100 * found.same_choice, f"% of {found.num_tokens} tokens"),
-    }
 
 
 def _print_unmeasured(error: MoejaxError) -> None:
@@ -401,26 +405,6 @@ def _positions(batch: BatchTimes, window: int | None = None) -> float:
     for length, new in zip(batch.prompt_tokens, batch.new_tokens, strict=True):
         total += sum(min(length + i, window or length + i) for i in range(1, new))
     return total / batch.steps
-
-
-def _of_cost(
-    measured: Measurement, *, load_s: float, device_peak: int | None, host_peak: int
-) -> Figures:
-    """Memory peaks of the process so far, in bytes, and seconds that are in no other figure."""
-    found = {"host memory peak": _Figure(host_peak / 2**30, "GiB")}
-    if device_peak is not None:
-        found["device memory peak"] = _Figure(device_peak / 2**30, "GiB")
-    return found | {
-        "load": _Figure(load_s, "s"),
-        "compile": _Figure(measured.compile_s, "s"),
-        "warm-up": _Figure(measured.warmup_s, "s"),
-    }
-
-
-def _of_bits(bits: BitsPerWeight) -> Figures:
-    """Bits a weight overall, of the experts in each tier, and of the rest."""
-    found = {"bits a weight": _Figure(bits.overall, "bits")}
-    return found | {f"bits a weight, {n}": _Figure(of, "bits") for n, of in bits.parts.items()}
 
 
 def _rate(amount: float, seconds: float) -> float:
