@@ -111,7 +111,10 @@ def from_config_dict(
         check_field_name(name, default)
         group, _, field = name.rpartition(".")
         into = groups.setdefault(group, {}) if group else typed
-        into[field] = _as_value_of(by_name[name], value)
+        of = by_name[name]
+        if of.kind is None or value is not None:
+            value = _as_type_of(name, value, of.default if of.kind is None else of.kind())
+        into[field] = value
     for group, fields in groups.items():
         part = type(getattr(default, group))(**fields)
         try:
@@ -255,13 +258,6 @@ def check_field_name(name: str, config: RunConfig) -> None:
     nearest = same or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     meant = " or ".join(map(repr, nearest))
     raise MoejaxError(f"there is no config field {name!r}; did you mean {meant}?")
-
-
-def _as_value_of(option: Option, value: Any) -> Any:
-    """Converts a value from Python code to the field's type."""
-    if option.kind is None:
-        return _as_type_of(option.name, value, option.default)
-    return None if value is None else _as_type_of(option.name, value, option.kind())
 
 
 def _as_type_of(name: str, value: Any, default: Any) -> Any:

@@ -36,8 +36,7 @@ class SweepConfig(RunConfig):
         "trace's experts, in every tier",
     )
     tiers: tuple[str, ...] = option(
-        (),
-        "tiers of falling fidelity, each NAME=BYTES of an expert; (): the trace's",
+        (), "tiers of falling fidelity, each NAME=BYTES of an expert; (): the trace's"
     )
     planes: bool = option(
         False,
@@ -72,8 +71,7 @@ class SweepConfig(RunConfig):
         most=1,
     )
     calibration: str = option(
-        "",
-        "rows (.jsonl) of moejax.benchmark in several budgets, to fit base_ms and a first link",
+        "", "rows (.jsonl) of moejax.benchmark in several budgets, to fit base_ms and a first link"
     )
     output: str = option("", "a JSON Lines file to which every setting is appended; '': none")
     plot: str = option("", "a picture of time against memory (.png); '': none")

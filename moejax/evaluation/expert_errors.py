@@ -98,10 +98,10 @@ def layer_errors(config: GenerateConfig, engine: "Engine") -> list[str]:
         return []
     if config.tier_errors:
         path = Path(config.tier_errors).expanduser()
-        return _describe_errors(path, tiering, ledger, engine.config)
-    path = resolve_checkpoint(config.checkpoint) / FILE_NAME
-    found = _describe_errors(path, tiering, ledger, engine.config) if path.is_file() else []
-    return found if len(found) > 1 else []
+    elif not (path := resolve_checkpoint(config.checkpoint) / FILE_NAME).is_file():
+        return []
+    found = _describe_errors(path, tiering, ledger, engine.config)
+    return found if config.tier_errors or len(found) > 1 else []
 
 
 def _describe_errors(

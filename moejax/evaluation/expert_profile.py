@@ -121,14 +121,14 @@ def _step(counting: Counting) -> Callable[..., steps.StepResult[tuple[KVCache, E
 
 
 def _compared(
-    activity: ExpertActivity,
+    activity: ExpertActivity,  # so far, with `cosines`; donate it
     moe: SparseMoe,
-    layer: int,
-    x: jax.Array,
-    ids: jax.Array,
-    counted: jax.Array,
+    layer: int,  # among the sparse ones
+    x: jax.Array,  # [N, D]
+    ids: jax.Array,  # int32[N, A]
+    counted: jax.Array,  # float32[N], weights of the tokens
 ) -> ExpertActivity:
-    """Adds the cosines of all experts' outputs on tokens [N, D], a few tokens at a time."""
+    """Adds the cosines of all experts' outputs f_e(x_n), a few tokens at a time."""
     gate_up = ops.matrix(moe.gate_up[...], (layer,), x.dtype)
     down = ops.matrix(moe.down[...], (layer,), x.dtype)
     size, biases = math.gcd(len(x), COMPARED_TOKENS), moe.biases
@@ -143,7 +143,14 @@ def _compared(
         outputs = jnp.einsum("enf,edf->end", gated(products, moe.config.gating), down)
         if biases is not None:
             outputs = outputs + biases.down[layer][:, None]
-        return _with_outputs(activity, layer, outputs, ids, counted), None
+        wide = outputs.astype(jnp.float32)
+        length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
+        unit = wide / jnp.maximum(length, float(np.finfo(np.float32).tiny))
+        cosines = jnp.einsum("ind,jnd->nij", unit, unit, precision=_EXACT)
+        chosen = _marks(ids, len(outputs)) * counted[:, None]
+        found = jnp.einsum("ni,nij->ij", chosen, cosines, precision=_EXACT)
+        assert activity.cosines is not None
+        return dataclasses.replace(activity, cosines=activity.cosines.at[layer].add(found)), None
 
     parts = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), (x, ids, counted))
     return jax.lax.scan(add, activity, parts)[0]
@@ -235,24 +242,6 @@ def _with_following(
     chosen, following = (_marks(of, activity.activations.shape[1]) for of in (ids, next_ids))
     both = _products(chosen * token_weights[:, None], following)
     return dataclasses.replace(activity, following=activity.following.at[layer].add(both))
-
-
-def _with_outputs(
-    activity: ExpertActivity,  # so far, with `cosines`; donate it
-    layer: int,  # among the sparse ones
-    outputs: jax.Array,  # [E, N, D], f_e(x_n)
-    ids: jax.Array,  # int32[N, A]
-    token_weights: jax.Array,  # float32[N]
-) -> ExpertActivity:
-    """Compares the outputs of all experts for the same tokens."""
-    assert activity.cosines is not None
-    wide = outputs.astype(jnp.float32)
-    length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
-    unit = wide / jnp.maximum(length, float(np.finfo(np.float32).tiny))
-    cosines = jnp.einsum("ind,jnd->nij", unit, unit, precision=_EXACT)
-    chosen = _marks(ids, len(outputs)) * token_weights[:, None]
-    found = jnp.einsum("ni,nij->ij", chosen, cosines, precision=_EXACT)
-    return dataclasses.replace(activity, cosines=activity.cosines.at[layer].add(found))
 
 
 def _marks(ids: jax.Array, num_experts: int) -> jax.Array:

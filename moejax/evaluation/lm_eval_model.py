@@ -32,9 +32,7 @@ from moejax.loading import load_scoring_engine
 
 # Read like flags, but no main.
 _ARGUMENTS = cli.Command(
-    doc=__doc__ or "",
-    default=EvaluateConfig(),
-    body=lambda config, values: None,
+    doc=__doc__ or "", default=EvaluateConfig(), body=lambda config, values: None
 )
 # Generation arguments, by lm_eval's names and by ours.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -155,13 +155,6 @@ class BuddyState:
     steps: jax.Array  # float32[], the steps of that, fading alike
 
 
-def _layer_axes(has_gains: bool) -> BuddyState:
-    """Layer axes of a state with gains, or without; see `Policy`."""
-    rows = dict.fromkeys(("lists", "q", "replaced", "dropped", *("gains",) * has_gains), 0)
-    shared: dict[str, Any] = {field.name: None for field in dataclasses.fields(BuddyState)}
-    return BuddyState(**shared | rows | {"settings": layer_axes_of(_Settings, tau=0, ahead=0)})
-
-
 def _with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
     """Counts a decode layer's misses among the pairs `asked`, as if no buddy replaced them."""
     requested = buddy_gates.requested_experts(o.ids, asked, o.resident.shape[1])
@@ -313,7 +306,10 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         """Names the state's layer axes; None where all layers share a budget of bytes."""
         if self.bypass_bytes is not None:
             return None
-        return _layer_axes(self.gains is not None)
+        rows = ("lists", "q", "replaced", "dropped", *("gains",) * (self.gains is not None))
+        axes: dict[str, Any] = {of.name: None for of in dataclasses.fields(BuddyState)}
+        settings = layer_axes_of(_Settings, tau=0, ahead=0)
+        return BuddyState(**axes | dict.fromkeys(rows, 0) | {"settings": settings})
 
     def init(self, spec: PolicySpec) -> BuddyState:
         """Returns the state before any token."""

@@ -332,11 +332,7 @@ class _HotSet(NamedTuple):
 
 
 def _hot_set(
-    scores: jax.Array,
-    high: jax.Array,
-    n_hot: jax.Array,
-    tau: jax.Array,
-    hysteresis: jax.Array,
+    scores: jax.Array, high: jax.Array, n_hot: jax.Array, tau: jax.Array, hysteresis: jax.Array
 ) -> _HotSet:
     """Chooses the top n_hot experts with S >= tau; ties go to hot ones, then to small ids.
 
