@@ -1,6 +1,5 @@
 """Pages give what slots in one piece give, to the bit; the pool gives none to two rows."""
 
-import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -168,8 +167,8 @@ class StepTest(HostTestCase):
         whole = kernel_wiring_test.filled_cache(config, 2)
         keys, table = in_pages(np.asarray(whole.keys), 2 * SIZE, 0)
         values, _ = in_pages(np.asarray(whole.values), 2 * SIZE, 0)
-        paged = dataclasses.replace(
-            whole, keys=jnp.asarray(keys), values=jnp.asarray(values), table=jnp.asarray(table)
+        paged = whole._replace(
+            keys=jnp.asarray(keys), values=jnp.asarray(values), table=jnp.asarray(table)
         )
         tokens, positions = jnp.array([[3], [5]], jnp.int32), jnp.array([[9], [40]], jnp.int32)
         mask = jnp.array([[True], [False]])
