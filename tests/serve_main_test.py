@@ -112,17 +112,20 @@ def health(port: int) -> tuple[int, dict[str, Any]]:
 class ProcessTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_a_stream_that_runs_at_sigterm_is_finished_and_the_status_is_0(self):
-        # The decode steps are compiled behind the first token, within the grace.
         with serving("--config.grace_s=100", "--config.warm_up=False") as server:
             port = ready_port(server)
             self.assertEqual(health(port)[1]["model"], DIRECTORY.name)
+            # Compiles all steps: a server that stops does not wait for a compiler.
+            with contextlib.closing(asked(port, stream=False)) as connection:
+                self.assertEqual(connection.getresponse().status, 200)
+            assert server.stderr is not None
+            self.assertIn(": 200, ok, ", server.stderr.readline())
             connection = asked(port, stream=True)
             answer = connection.getresponse()
             first = answer.readline()
             server.send_signal(signal.SIGTERM)
             rest = answer.read()
             connection.close()
-            assert server.stderr is not None
             self.assertEqual(server.stderr.readline(), "stopping: answers may go on for 100 s\n")
             self.assertStartsWith(first.decode(), "data: {")
             self.assertIn(b'"finish_reason": "length"', rest)
