@@ -266,7 +266,8 @@ def words_of_mxfp4(stored: np.ndarray) -> np.ndarray:
 
 def values(weights: PackedMatrices, slot: int) -> np.ndarray:
     """float64[N, K]: (q - zero) scale of one matrix."""
-    return _values_and_summands(weights, slot, 0)[0]
+    blocks = _blocks(weights.num_outputs)
+    return np.concatenate([_values_and_summands(weights, slot, 0, rows)[0] for rows in blocks])
 
 
 def dense(weights: PackedMatrices, slot: int, low_rank: tuple[LowRank, ...] = ()) -> np.ndarray:
@@ -298,10 +299,12 @@ def product(
     dtype = x.dtype.name
     offset, roundoff = CODE_OFFSET[dtype], ROUNDINGS * ROUNDOFF[dtype]
     x = x.astype(np.float64)
-    matrix, summands = _values_and_summands(weights, slot, offset)
-    y, variance = _sums(x, matrix, summands, weights.group_size)
-    if rounds_weights and weights.bits < 16:
-        variance += roundoff**2 * (x**2 @ (matrix**2).T)
+    y, variance = (np.empty((len(x), weights.num_outputs)) for _ in range(2))
+    for rows in _blocks(weights.num_outputs):
+        matrix, summands = _values_and_summands(weights, slot, offset, rows)
+        y[:, rows], variance[:, rows] = _sums(x, matrix, summands, weights.group_size)
+        if rounds_weights and weights.bits < 16:
+            variance[:, rows] += roundoff**2 * (x**2 @ (matrix**2).T)
     for terms in low_rank:
         u, v = _factors(terms, slot, offset)
         thin, thin_variance = _sums(x, *v, terms.v.group_size)
@@ -381,6 +384,12 @@ def _values_and_summands(
         zeros = (2**weights.bits - 1) / 2 - (1.5 - zeros) / finer
         scales = scales * finer
     return (codes - zeros) * scales, (codes + np.abs(zeros) + offset) * np.abs(scales)
+
+
+def _blocks(num_rows: int) -> Iterator[slice]:
+    """Rows, so many at a time that their float64 values stay in a core's cache."""
+    for first in range(0, num_rows, 32):
+        yield slice(first, min(first + 32, num_rows))
 
 
 def _factors(
