@@ -164,7 +164,7 @@ def last_words(*logs: Path) -> str:
 
 
 class DeviceMemory:
-    """Memory in use on the first GPU, polled; what was in use before is subtracted."""
+    """Memory in use on the first GPU that programs see, polled, above what was in use before."""
 
     def __init__(self) -> None:
         self._least, self._most = float("inf"), 0.0
@@ -186,7 +186,7 @@ class DeviceMemory:
 def device_memory() -> Iterator[DeviceMemory]:
     """Polls the driver by nvidia-smi, the first time before the block; without it nothing."""
     memory = DeviceMemory()
-    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    words = _ask_driver("memory.used", "csv,noheader,nounits")
     try:
         first = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         memory.read(iter(first.splitlines()))
@@ -205,9 +205,15 @@ def device_memory() -> Iterator[DeviceMemory]:
         thread.join()
 
 
+def _ask_driver(what: str, form: str) -> list[str]:
+    """Command that asks for a figure of the first GPU that programs see."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return ["nvidia-smi", f"--query-gpu={what}", f"--format={form}", f"--id={card}"]
+
+
 def device_name(platform: str) -> str:
     """The GPU's name as the driver says it, or the CPU's."""
     if platform == "cpu":
         return describe_device(jax.devices("cpu")[0])
-    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    words = _ask_driver("name", "csv,noheader")
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
