@@ -40,6 +40,10 @@ def qwen35(**text: Any) -> dict[str, Any]:
 
 PUBLISHED = {
     "Qwen3-30B-A3B": QWEN3,
+    "Qwen3-235B-A22B": QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "num_attention_heads": 64, "num_hidden_layers": 94,
+    },
     "Mixtral-8x7B": MIXTRAL,
     "Qwen3-Next-80B-A3B": NEXT,
     "DeepSeek-MoE-16B": MOE_16B,
@@ -89,7 +93,7 @@ class PublishedTest(parameterized.TestCase):
         ("DeepSeek-MoE-16B", 16.38), ("DeepSeek-V2-Lite", 15.71), ("OLMoE-1B-7B", 6.92),
         ("GLM-4.5-Air", 106.85), ("GLM-4.7-Flash", 29.94), ("Qwen3.6-35B-A3B", 34.66),
         ("Qwen3.5-122B-A10B", 122.11), ("Qwen3.5-397B-A17B", 396.35), ("gpt-oss-20b", 20.91),
-        ("gpt-oss-120b", 116.83), ("GLM-4.7", 352.80),
+        ("gpt-oss-120b", 116.83), ("GLM-4.7", 352.80), ("Qwen3-235B-A22B", 235.09),
     )  # fmt: skip
     def test_planned_sizes_are_those_published(self, name, billions):
         config = SHAPES[name]

@@ -18,6 +18,9 @@ _QWEN3_5 = _QWEN3_NEXT | {
     "num_attention_heads": 32, "linear_num_value_heads": 64,
 }  # fmt: skip
 _GLM = {"head_dim": 128, "rope_theta": 1e6, "attention_bias": True}
+_QWEN3 = {
+    "head_dim": 128, "norm_topk_prob": True, "rope_theta": 1e6, "max_position_embeddings": 40960,
+}  # fmt: skip
 _DEEPSEEK = {
     "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
     "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
@@ -36,9 +39,10 @@ def _shape(
 
 
 SHAPES = {
-    "Qwen3-30B-A3B": _shape(
-        "qwen3_moe", num_hidden_layers=48, head_dim=128, norm_topk_prob=True, rope_theta=1e6,
-        max_position_embeddings=40960,
+    "Qwen3-30B-A3B": _shape("qwen3_moe", _QWEN3, num_hidden_layers=48),
+    "Qwen3-235B-A22B": _shape(
+        "qwen3_moe", _QWEN3, hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536,
+        num_attention_heads=64, num_hidden_layers=94,
     ),
     "Mixtral-8x7B": _shape("mixtral", max_position_embeddings=32768),
     "DeepSeek-MoE-16B": _shape(
