@@ -152,6 +152,7 @@ class ConfigTest(parameterized.TestCase):
         ({"memory": {"slots": -2}}, "memory.slots=-2 must be at least -1"),
         ({"memory": {"device_gib": -1}}, "memory.device_gib=-1.0 must be 0 (no limit)"),
         ({"memory": {"host_gib": float("inf")}}, "memory.host_gib=inf must be"),
+        ({"policy": {"name": "dymoe", "slots": ("²",)}}, "policy.slots: '²' is not a number of"),
         ({"memory": {"transient": -1}}, "memory.transient=-1 must be 0"),
         ({"temprature": 1.0}, "no config field 'temprature'; did you mean 'temperature'?"),
         ({"checkpoint": ""}, "checkpoint=''"),

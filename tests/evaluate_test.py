@@ -186,6 +186,7 @@ class EvaluateTest(FolderTestCase):
         ({"preset": "1"}, "preset='1' must be one of 2048/2048, 2048/512"),
         ({"join": "x"}, "join='x' must be one of none, wikitext"),
         ({"output": "no/such/x.json"}, "output no/such/x.json lies in no/such, which is not"),
+        ({"output": "/dev/null"}, "output /dev/null is no regular file"),
         ({"checkpoint": "no/where"}, "no/where"),
         ({"record_trace": __file__}, "is there and is no trace; name another file"),
         ({"record_foreseen": 4}, "record_foreseen=4 has no effect without record_trace"),

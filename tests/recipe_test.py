@@ -110,6 +110,7 @@ class RecipeTest(FolderTestCase):
         ("head: 8", "'8' is none of method="),
         ("head: bit=8", "'bit=8' is none of method=, bits="),
         ("head: bits=many", "bits=many must be a number"),
+        ("head: bits=²", "bits=² must be a number"),
         ("re:a(: bits=3", "unterminated subpattern"),
         ("heads: method=rtn", "matches nothing", "router, embed, head", "model.layers.0.self_attn"),
         ("norm: method=rtn", "never quantized"),

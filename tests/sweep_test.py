@@ -323,6 +323,8 @@ class MainTest(FolderTestCase):
         ("--config.grid=('slots=4', 'prefetch=3')", "the trace foresees 2"),
         ("--config.grid=('slots=4', 'alpha=3')", "lru has no setting alpha"),
         ("--config.tiers=('int4',)", "is not NAME=BYTES"),
+        ("--config.tiers=int4=²", "'int4=²' is not NAME=BYTES"),
+        ("--config.bulk=2147483648", "bulk=2147483648 must be from -1 to 2147483647"),
         ("--config.links=('0',)", "must be a speed"),
         ("--config.overlap=1.5", "overlap=1.5 must be"),
         ("--config.policy=dymo", "no policy 'dymo' to sweep over; known: lru, resident, on_demand"),

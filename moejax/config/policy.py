@@ -158,5 +158,5 @@ class PolicyConfig(RunConfig):
                     said = f"{field.name}={getattr(self, field.name)!r}"
                     raise MoejaxError(f"{said} is of a policy, but none is named: give policy.name")
         for count in self.slots:
-            if not count.isdigit():
+            if not count.isdecimal():
                 raise MoejaxError(f"slots: {count!r} is not a number of experts")

@@ -55,7 +55,7 @@ class SweepConfig(RunConfig):
     )
     bulk: int = option(
         -1, "most experts in flight between calls of 16 steps, like memory.bulk; -1: the engine's",
-        least=-1,
+        least=-1, most=2**31 - 1,
     )  # fmt: skip
     base_ms: float = option(
         0.0, "milliseconds of a decode step without misses; 0: transfers alone", least=0
@@ -98,7 +98,7 @@ class SweepConfig(RunConfig):
             raise MoejaxError("recommend needs --config.device_gib=GIB")
         for tier in self.tiers:
             name, _, size = tier.partition("=")
-            if not name or not size.isdigit() or not int(size):
+            if not name or not size.isdecimal() or not int(size):
                 raise MoejaxError(f"tiers: {tier!r} is not NAME=BYTES, such as int4=2654208")
         names = [tier.partition("=")[0] for tier in self.tiers]
         if twice := [name for name in names if names.count(name) > 1]:

@@ -116,8 +116,14 @@ def _sync_directory(directory: Path) -> None:
 
 def check_output(path: Path, name: str = "output") -> None:
     """Raises MoejaxError unless `path`, given by the field `name`, can be written."""
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which is not there"
+    what = ""
+    if path.is_dir():
+        what = "is a directory"
+    elif path.exists() and not path.is_file():  # renaming would replace it, even /dev/null
+        what = "is no regular file"
+    elif not path.parent.is_dir():
+        what = f"lies in {path.parent}, which is not there"
+    if what:
         raise MoejaxError(f"{name} {path} {what}; name a file in a directory that exists")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise MoejaxError(f"{name} {path} cannot be written: no permission")

@@ -305,7 +305,7 @@ def _parse_rule(text: str) -> _RecipeRule:
         elif field == "planes":
             planes = parse_planes(value)
             changes |= {"planes": planes, "bits": planes[-1]}
-        elif value.isdigit():
+        elif value.isdecimal():
             changes[field] = int(value)
             if field == "bits":  # of codes in one array
                 changes["planes"] = ()
