@@ -319,7 +319,8 @@ class MainTest(FolderTestCase):
         ("--config.planes=True", "planes are of two tiers"),
         ("--config.tiers=('int4=8', 'int2=10')", "as bit planes have: add --config.planes=True"),
         ("--config.recommend", "recommend needs --config.device_gib=GIB"),
-        ("--config.device_gib=inf", "device_gib=inf must be a number of GiB"),
+        ("--config.device_gib=inf", "device_gib=inf must be 0 or more and finite"),
+        ("--config.device_gib=1", "device_gib=1.0 has no effect without recommend"),
         ("--config.grid=('slots=4', 'prefetch=3')", "the trace foresees 2"),
         ("--config.grid=('slots=4', 'alpha=3')", "lru has no setting alpha"),
         ("--config.tiers=('int4',)", "is not NAME=BYTES"),
@@ -340,6 +341,12 @@ class MainTest(FolderTestCase):
         _, err = self.run_main(*arguments, status=1)
         self.assertIn(said, err)
         self.assertLen(err.strip().splitlines(), 1)
+
+    def test_a_recommendation_has_no_grid(self):
+        asked = ("--config.recommend=True", "--config.device_gib=1")
+        for field in ("policy=dymoe", "grid=slots=4", "output=x.jsonl", "plot=x.png"):
+            _, err = self.run_main(*asked, f"--config.{field}", status=1)
+            self.assertIn(f"{field.partition('=')[0]} is of a grid, which recommend has not", err)
 
     def test_files_of_another_kind_are_kept(self):
         row = json.dumps(dataclasses.asdict(FORMER))

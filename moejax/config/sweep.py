@@ -49,10 +49,14 @@ class SweepConfig(RunConfig):
     mesh: str = option(
         "", "number of devices that have an equal share of every expert each, and a link; '': one"
     )
-    device_gib: float = option(0.0, "recommend: accelerator memory for experts, GiB; 0: not given")
+    device_gib: float = option(
+        0.0, "recommend: accelerator memory for experts, GiB; 0: not given", least=0,
+        of=("recommend",),
+    )  # fmt: skip
     floor: float = option(
-        0.95, "recommend: least share of the gate mass served like the first tier", least=0, most=1
-    )
+        0.95, "recommend: least share of the gate mass served like the first tier", least=0, most=1,
+        of=("recommend",),
+    )  # fmt: skip
     bulk: int = option(
         -1, "most experts in flight between calls of 16 steps, like memory.bulk; -1: the engine's",
         least=-1, most=2**31 - 1,
@@ -90,8 +94,6 @@ class SweepConfig(RunConfig):
             raise MoejaxError("links=() must name a speed in GiB/s, or give a calibration")
         for link in self.links:
             _number("links", link)
-        if not 0 <= self.device_gib < 1e6:
-            raise MoejaxError(f"device_gib={self.device_gib:g} must be a number of GiB")
         if self.recommend and self.planes:
             raise MoejaxError("recommend compares whole copies: leave planes out")
         if self.recommend and not self.device_gib:
@@ -103,8 +105,8 @@ class SweepConfig(RunConfig):
         names = [tier.partition("=")[0] for tier in self.tiers]
         if twice := [name for name in names if names.count(name) > 1]:
             raise MoejaxError(f"tiers: {twice[0]!r} stands twice")
-        for name in ("output", "plot"):
-            if self.recommend and getattr(self, name):
+        for name in ("policy", "grid", "output", "plot"):
+            if self.recommend and getattr(self, name) not in (LRU, (), ""):
                 raise MoejaxError(f"{name} is of a grid, which recommend has not: leave it out")
         if self.plot and not self.plot.lower().endswith(tuple(PICTURES)):
             raise MoejaxError(f"plot={self.plot!r} must end in {', '.join(PICTURES)}")
