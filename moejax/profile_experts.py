@@ -41,13 +41,12 @@ def _profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
     from moejax.engine import Engine
     from moejax.evaluation.expert_errors import load_tiers, measure_errors, measured_tiers
     from moejax.evaluation.expert_profile import Counting, profile, provenance
-    from moejax.files.whole import check_output
     from moejax.inference.runner import Runner
     from moejax.routing import profile_file as buddies
 
     directory = resolve_checkpoint(config.checkpoint)
     output = cli.user_path(config.output) if config.output else directory / buddies.FILE_NAME
-    check_output(output)
+    buddies.check_place(output)
     # Float32 is float32 on every device: a rounded router chooses other experts.
     with jax.default_matmul_precision("highest"):
         engine = Engine.from_pretrained(

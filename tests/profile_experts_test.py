@@ -269,6 +269,7 @@ class ProfileTest(FolderTestCase):
         ({"window": 257}, "window=257 is beyond the model's context of 256"),
         ({"text": "none.txt"}, "there is no text file none.txt"),
         ({"output": "no/such/x.safetensors"}, "output no/such/x.safetensors lies in no/such"),
+        ({"output": __file__}, "profile_experts_test.py is there and is no profile; name another"),
         ({"checkpoint": "no/where"}, "no/where"),
     )
     def test_what_is_refused(self, fields, said):

@@ -26,7 +26,7 @@ from safetensors.numpy import save
 
 from moejax.checkpoints.safetensors_reader import StoredTensor, read_array, read_header
 from moejax.errors import MoejaxError
-from moejax.files.whole import write_whole
+from moejax.files.whole import check_output, write_whole
 from moejax.models.config import ModelConfig
 from moejax.policies.buddy_gates import percentile_tau
 from moejax.policies.buddy_lists import (
@@ -38,6 +38,7 @@ from moejax.policies.buddy_lists import (
     output_similarity,
 )
 from moejax.routing.tier_errors import TierErrors
+from moejax.routing.trace import has_format
 
 FILE_NAME = "buddies.safetensors"
 FORMAT = "moejax buddies 1"
@@ -168,6 +169,13 @@ def summary(profile: BuddyProfile, output: Path) -> str:
         f"of {least} to {most} buddies, by layer {by_layer}; {tau} "
         f"(percentile {options['percentile']:g}); written to {output}"
     )
+
+
+def check_place(path: Path) -> None:
+    """Raises MoejaxError unless `path` is free for a profile, or holds one."""
+    check_output(path)
+    if path.exists() and not has_format(path, FORMAT):
+        raise MoejaxError(f"output {path} is there and is no profile; name another file")
 
 
 def save_buddies(path: Path, profile: BuddyProfile) -> None:

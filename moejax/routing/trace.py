@@ -198,17 +198,17 @@ def _seal(facts: Mapping[str, str], tensors: Mapping[str, tuple[str, list[int], 
 def check_place(path: Path) -> None:
     """Raises MoejaxError unless `path` is free for a trace, or holds one."""
     check_output(path, "trace")
-    if path.exists() and not _is_trace(path):
+    if path.exists() and not has_format(path, FORMAT):
         raise MoejaxError(f"trace {path} is there and is no trace; name another file")
 
 
-def _is_trace(path: Path) -> bool:
-    """Whether a file's header is a trace's; an empty file counts as none."""
+def has_format(path: Path, name: str) -> bool:
+    """Whether a file's header names a format of ours, or the file is empty."""
     if not path.is_file() or not path.stat().st_size:
         return path.is_file()
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
-            return (file.metadata() or {}).get("format") == FORMAT
+            return (file.metadata() or {}).get("format") == name
     except safetensors.SafetensorError:
         return False
 
