@@ -348,17 +348,21 @@ def plain_memory_errors(device: jax.Device) -> Iterator[None]:
         ) from error
 
 
-def _default_compilation_cache() -> Path:
-    """Default directory: $XDG_CACHE_HOME/moejax/xla, or in the home directory, if there is one."""
+def user_cache(name: str) -> Path:
+    """Folder $XDG_CACHE_HOME/moejax/`name`, or in ~/.cache, of what is compiled for this user.
+
+    Raises:
+      RuntimeError: there is no home directory.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "moejax" / "xla"
+    return Path(base) / "moejax" / name
 
 
 def enable_compilation_cache(directory: str) -> Path | None:
     """Keeps compiled programs on disk, so that the next process starts in seconds.
 
     Args:
-      directory: "auto" is `default_compilation_cache()`, "" is off. A directory that the process
+      directory: "auto" is `user_cache("xla")`, "" is off. A directory that the process
         has already set takes precedence over "auto".
 
     Returns:
@@ -374,7 +378,7 @@ def enable_compilation_cache(directory: str) -> Path | None:
     if directory == "auto" and given:
         return Path(given)
     try:
-        path = _default_compilation_cache() if directory == "auto" else Path(directory).expanduser()
+        path = user_cache("xla") if directory == "auto" else Path(directory).expanduser()
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no permission to write")

@@ -149,7 +149,7 @@ class WorkersTest(parameterized.TestCase):
         (folder / "short.cpp").write_text(short)
         with (
             mock.patch.object(host_worker, "__file__", str(folder / "short.py")),
-            mock.patch.object(host_worker, "_default_folder", lambda: folder),
+            mock.patch.object(host_worker, "user_cache", lambda name: folder / name),
         ):
             workers = self.start(CodesKind(bits=4, group_size=64), 256, 64)
         workers.run_jobs(np.array([[1]], np.int32))

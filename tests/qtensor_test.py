@@ -1,6 +1,7 @@
 """QTensor, Compensator and Fp8Tensor against float64 numpy, their bytes and their checks."""
 
 import dataclasses
+import math
 
 import hypothesis
 import jax
@@ -81,7 +82,7 @@ class QTensorTest(parameterized.TestCase):
         rng = np.random.default_rng(0)
         tensor = random_tensor(rng, (2,), 8, 2048, bits, group_size, zero_kind)
         self.assertEqual(tensor.nbytes, sum(np.asarray(x).nbytes for x in jax.tree.leaves(tensor)))
-        self.assertEqual(8 * tensor.nbytes / tensor.size, expected)
+        self.assertEqual(8 * tensor.nbytes / math.prod(tensor.shape), expected)
 
     @slow.where(lambda name: name not in ("int2_int8_ranks", "int3_permuted", "fp8"))
     @parameterized.parameters(*SPECS)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from moejax.devices import user_cache
 from moejax.errors import MoejaxError
 from moejax.weights.qtensor import QTensor
 from pallas_kernels.gating import SWIGLU, Gating
@@ -121,7 +122,7 @@ class Workers:
         Raises:
           MoejaxError: there is no compiler, or it fails.
         """
-        self._library = library = ctypes.CDLL(str(_built(_default_folder())))
+        self._library = library = ctypes.CDLL(str(_built(user_cache("host"))))
         library.start_workers.restype, library.run_jobs.restype = ctypes.c_void_p, ctypes.c_double
         if mailbox.ctypes.data % 64:
             raise ValueError("the mailbox begins at no multiple of 64 bytes")
@@ -151,11 +152,6 @@ class Workers:
         workers, self._workers = self._workers, None
         if workers is not None:
             self._library.stop_workers(ctypes.c_void_p(workers))
-
-
-def _default_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "moejax" / "host"
 
 
 def _built(folder: Path) -> Path:

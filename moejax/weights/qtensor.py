@@ -5,7 +5,6 @@ of low-rank factors. Leading axes (layers, experts) are written `...`.
 """
 
 import dataclasses
-import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -154,11 +153,6 @@ class QTensor:
     def ndim(self) -> int:
         """Number of axes of `shape`."""
         return self.words.ndim
-
-    @property
-    def size(self) -> int:
-        """Number of weights."""
-        return math.prod(self.shape)
 
     @property
     def zero_kind(self) -> str:
@@ -402,11 +396,6 @@ class Fp8Tensor:
     def ndim(self) -> int:
         """Number of axes of `shape`."""
         return self.values.ndim
-
-    @property
-    def size(self) -> int:
-        """Number of weights."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
