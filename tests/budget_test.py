@@ -293,6 +293,13 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(budget.slots, 0)
         self.assertBetween(budget.transient, 1, 4)
 
+    def test_the_least_is_the_whole_model_where_slots_take_more(self):
+        how = {"transient": 128, "prefetch": 128, "host_gib": 60}
+        with self.assertRaisesRegex(BudgetError, "all experts: the smallest") as caught:
+            budget_of(device_gib=1, **how)
+        least = float(str(caught.exception).partition("would do is ")[2].split(" GiB")[0])
+        self.assertFalse(budget_of(device_gib=least, **how).pooled)
+
     def test_host_rows_leave_room_for_the_ring(self):
         expert = int4(MIXTRAL).expert_nbytes
         budget = budget_of(MIXTRAL, slots=2, host_gib=10)

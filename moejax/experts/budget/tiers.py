@@ -229,7 +229,10 @@ class _TierPlan:
         if limit is None:
             return least, transient
         smallest = sum(self.pooled(least, asked or 1).values())
-        self._require(smallest, limit, f"{least} slots a layer and {asked or 1} transient ones")
+        what = f"{least} slots a layer and {asked or 1} transient ones"
+        if self.limits.slots < 0 and (whole := sum(self._unpooled().values())) < smallest:
+            smallest, what = whole, "all experts"
+        self._require(smallest, limit, what)
         while sum(self.pooled(least, transient).values()) > limit:
             transient -= 1
         if self.limits.slots >= 0:
