@@ -64,13 +64,9 @@ class PlainPools:
         everyone = range(trace.num_experts)
         is_full = [slots >= trace.num_experts for slots in run.slots]
         self.is_full, self.refines = is_full, run.refines or (False,) * len(run.slots)
-        ends = np.cumsum(run.slots)
         for layer, t in itertools.product(self.held, tiers):
             if is_full[t]:
                 layer[t] |= dict.fromkeys(everyone, (1, False))
-            elif not any(is_full) and ends[-1] >= trace.num_experts:
-                mine = range(ends[t] - run.slots[t], min(ends[t], trace.num_experts))
-                layer[t] |= dict.fromkeys(mine, (1, False))
         self.events = np.zeros((2, len(EVENTS), len(run.tiers)), int)
         self.gate = np.zeros((2, len(run.tiers) + 3))
         self.state = run.policy.init(_spec_of(trace, run))

@@ -159,16 +159,10 @@ def _initial(slots: jax.Array, num_experts: int) -> jax.Array:
     """Keys int32[T, E] before any token, of slots int32[T].
 
     A key is 0 for an expert without a slot, else 4 x last use + (prefetched, not used yet), and 4 x
-    step - 1 for one that came before that step. Tiers of E slots hold all. Where the tiers together
-    have E slots, they share the experts in order of id, the first tier first, as two pools with one
-    copy of each do; else they are empty.
+    step - 1 for one that came before that step. Tiers of E slots hold all, others are empty.
     """
-    expert = jnp.arange(num_experts, dtype=jnp.int32)[None]
-    full = slots[:, None] >= num_experts
-    ends = jnp.cumsum(slots)[:, None]
-    shares = (expert < ends) & (expert >= ends - slots[:, None])
-    fits = (jnp.sum(slots) >= num_experts) & ~jnp.any(full)
-    return jnp.where(full | (fits & shares), 4, 0).astype(jnp.int32)
+    is_full = jnp.repeat(slots[:, None] >= num_experts, num_experts, axis=1)
+    return jnp.where(is_full, 4, 0).astype(jnp.int32)
 
 
 def _admit(
