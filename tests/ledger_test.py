@@ -62,6 +62,14 @@ class LedgerTest(parameterized.TestCase):
         self.assertEqual(self.book.link_bytes, 22 * MIB)
         self.assertAlmostEqual(self.book.stall_seconds(), 10 / 2**10 / LINK_GIB_PER_S)  # of 10 MiB
 
+    def test_shares_before_any_token_are_none(self):
+        ledger = Ledger({"int4": TierLedger(2)}, asked=0)
+        ledger.add(np.zeros((2, 4)))
+        found = json.loads(json.dumps(ledger.as_dict(), allow_nan=False))
+        shares = dict.fromkeys(("int4", "skipped", "substituted"))
+        self.assertEqual(found["gate_shares"], shares)
+        self.assertEqual(found["gate_shares_by_layer"], [shares] * 2)
+
     def test_an_expert_without_its_refinement_is_half_a_miss(self):
         def counts(**amounts: int) -> Counts:
             return residency.no_counts(1).add(0, **amounts)

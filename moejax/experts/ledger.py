@@ -281,8 +281,8 @@ class Ledger:
             "tiers": {name: tier.as_dict() for name, tier in self.tiers.items()},
             "asked": self.asked,
             "hit_rate": _or_none(self.hit_rate),
-            "gate_shares": {n: _or_none(s) for n, s in self.shares.items()},
-            "gate_shares_by_layer": self._shares_by_layer,
+            "gate_shares": _or_nones(self.shares),
+            "gate_shares_by_layer": [_or_nones(row) for row in self._shares_by_layer],
         }
 
     def describe(self) -> list[str]:
@@ -325,6 +325,10 @@ def _share(part: int, whole: int) -> float:
 
 def _or_none(rate: float) -> float | None:
     return None if np.isnan(rate) else rate
+
+
+def _or_nones(shares: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _or_none(share) for name, share in shares.items()}
 
 
 def _percent(share: float) -> str:
