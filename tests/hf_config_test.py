@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,11 @@ class RefusalTest(FolderTestCase):
         (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (QWEN3, {"hidden_size": None}, "hidden_size is null, in the file or by default"),
+        (
+            QWEN3,
+            {"num_hidden_layers": math.nan},
+            "num_hidden_layers is nan, expected a positive inte",
+        ),
         (QWEN3, {"num_hidden_layers": "48"}, "num_hidden_layers is '48', expected a positive inte"),
         (QWEN3, {"rms_norm_eps": -1}, "rms_norm_eps is -1, expected a positive finite number"),
         (QWEN3, {"num_experts_per_tok": 129}, "experts_per_token 129 is not in 1..128"),

@@ -39,7 +39,7 @@ def agreed(spellings: Mapping[str, Any]) -> Any:
     """Returns the one value that the spellings of a field agree on; None if none is set."""
     given = {name: value for name, value in spellings.items() if value is not None}
     values = list(given.values())
-    if any(value != values[0] for value in values):
+    if any(value != values[0] for value in values[1:]):
         said = " but ".join(f"{name} says {value!r}" for name, value in given.items())
         raise MoejaxError(f"{said}; they mean the same, remove the wrong one")
     return values[0] if values else None
