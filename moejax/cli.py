@@ -22,12 +22,13 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from logging import LogRecord
 from pathlib import Path
 from types import FrameType
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from absl import flags, logging
 from ml_collections import config_dict, config_flags
@@ -117,9 +118,17 @@ def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoRetur
         interrupts.append(number)
         signal.default_int_handler(number, frame)
 
+    def unraisable(lost: Any) -> None:
+        if lost.exc_type is KeyboardInterrupt:  # Python drops it in JAX's callback of its collector
+            again = (threading.get_ident(), signal.SIGINT)
+            threading.Timer(0.01, signal.pthread_kill, again).start()
+        else:
+            sys.__unraisablehook__(lost)
+
     handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles:
         signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = unraisable
     status = 1
     try:
         status = exit_status(command, sys.argv if argv is None else argv)

@@ -509,6 +509,11 @@ class ProcessTest(absltest.TestCase):
         found = self.interrupted("wait()")
         self.assertEqual(found, (130, "waits\n", "error: interrupted\n"))
 
+    def test_an_interrupt_in_a_callback_of_the_collector_counts(self):
+        body = "\n    ".join(["gc.callbacks.append(lambda *_: wait())", "gc.collect()", "wait()"])
+        found = self.interrupted(body, "import gc")
+        self.assertEqual((found[0], found[2]), (130, "error: interrupted\n"))
+
     def test_ctrl_c_once_more_while_the_first_is_told_of(self):
         found = self.interrupted("wait()", "cli._fail = wait", times=2)
         self.assertEqual(found, (130, "waits\nwaits\n", ""))
