@@ -50,7 +50,7 @@ class SweepConfig(RunConfig):
         "", "number of devices that have an equal share of every expert each, and a link; '': one"
     )
     device_gib: float = option(
-        0.0, "recommend: accelerator memory for experts, GiB; 0: not given", least=0,
+        0.0, "recommend: accelerator memory for experts, GiB; 0: not given", least=0, most=1e6,
         of=("recommend",),
     )  # fmt: skip
     floor: float = option(
