@@ -161,8 +161,8 @@ def _initial(slots: jax.Array, num_experts: int) -> jax.Array:
     A key is 0 for an expert without a slot, else 4 x last use + (prefetched, not used yet), and 4 x
     step - 1 for one that came before that step. Tiers of E slots hold all, others are empty.
     """
-    is_full = jnp.repeat(slots[:, None] >= num_experts, num_experts, axis=1)
-    return jnp.where(is_full, 4, 0).astype(jnp.int32)
+    key = jnp.where(slots >= num_experts, 4, 0).astype(jnp.int32)
+    return jnp.repeat(key[:, None], num_experts, axis=1)
 
 
 def _admit(
