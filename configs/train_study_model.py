@@ -51,5 +51,5 @@ def get_config() -> ConfigDict:
     config.validate_every = 800
     config.validation_tokens = 8192  # a stream, while training
     config.evaluation_tokens = 131_072  # a stream, at the end
-    config.checkpoint_every_s = 180.0
+    config.checkpoint_every_s = 420.0
     return config
