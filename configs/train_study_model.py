@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
     config.attention = "auto"  # cudnn on a GPU, xla elsewhere
     config.batch_size = 16
     config.context = 1024
-    config.total_steps = 3000  # 0.175 s each on an H100
+    config.total_steps = 2800  # 0.175 s each on an H100, 0.155 on an H200
 
     config.parent_share = 0.7  # weight of the parent's distribution; the rest is next tokens
     config.balance_coefficient = 0.01
