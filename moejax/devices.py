@@ -348,6 +348,20 @@ def plain_memory_errors(device: jax.Device) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def lost_device_errors(mesh: DeviceMesh | None) -> Iterator[None]:
+    """Turns an error of one of several GPUs into a MoejaxError of one line."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if mesh is None or "CUDA_ERROR" not in str(error):
+            raise
+        raise MoejaxError(
+            f"a GPU of the mesh failed, or another waited for it for a minute "
+            f"({str(error).splitlines()[0]}): start again, on other GPUs if it fails again"
+        ) from error
+
+
 def user_cache(name: str) -> Path:
     """Folder $XDG_CACHE_HOME/moejax/`name`, or in ~/.cache, of what is compiled for this user.
 

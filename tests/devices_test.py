@@ -12,10 +12,30 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moejax.devices import choose_device, enable_compilation_cache
+from moejax.devices import (
+    choose_device,
+    enable_compilation_cache,
+    lost_device_errors,
+    make_mesh,
+)
 from moejax.errors import MoejaxError
 
 ROOT = Path(__file__).parents[1]
+
+
+class LostDeviceTest(absltest.TestCase):
+    def test_a_mesh_says_it_in_one_line(self):
+        lost = jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED\nmore")
+        with (
+            self.assertRaisesRegex(MoejaxError, "a GPU of the mesh failed.*LAUNCH.*start") as said,
+            lost_device_errors(make_mesh(2)),
+        ):
+            raise lost
+        self.assertNotIn("\n", str(said.exception))
+        others = ((None, lost), (make_mesh(2), jax.errors.JaxRuntimeError("INTERNAL: a bug")))
+        for mesh, error in others:
+            with self.assertRaises(jax.errors.JaxRuntimeError), lost_device_errors(mesh):
+                raise error
 
 
 class ChooseDeviceTest(parameterized.TestCase):

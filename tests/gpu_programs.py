@@ -28,6 +28,7 @@ from pallas_kernels.grouped_dequant_matmul import Assignments
 from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
 from pallas_kernels.mosaic_decode.low_rank_spec import MAX_RANK
 from pallas_kernels.packed import LowRank, PackedMatrices, Refinement
+from pallas_kernels.peer_sum import triton as sum_triton
 from pallas_kernels.qkv_to_cache import HeadNorms
 from pallas_kernels.qkv_to_cache import triton as writing_triton
 from pallas_kernels.residual_norm import triton as norm_triton
@@ -202,6 +203,17 @@ def norm(
     return Program(function, operands, (), 1)
 
 
+def peers(num_devices: int, *sizes: int) -> Program:
+    """A device's part of a sum over several, x [sizes]; no packed weights."""
+
+    def function(x: Any, peers: Any, target: Target) -> Any:
+        how: dict[str, Any] = {"axis": "", "dtype": jnp.dtype("bfloat16"), "target": target}
+        return sum_triton.peer_sum_triton(x, peers, **how)
+
+    rows = leaf(1, 1 + 2 * num_devices, dtype="int32")
+    return Program(function, (leaf(*sizes, dtype="float32"), rows), (), 1)
+
+
 def writing(
     batch: int, num_kv: int, *, length: int = 4096, head_dim: int = 128, num_heads: int = 32,
     num_layers: int = 32, has_norms: bool = True,
@@ -321,6 +333,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "norm_mixtral_64": lambda: norm(64, 4096),
     "norm_widest": lambda: norm(2, norm_triton.MAX_WIDTH, has_delta=False),
     "norm_odd": lambda: norm(3, 200),
+    "sum_of_2": lambda: peers(2, 1, 2048),
+    "sum_of_8": lambda: peers(8, 64, 2880),
     "writing_qwen": lambda: writing(1, 4),
     "writing_mixtral_64": lambda: writing(64, 8, has_norms=False, num_layers=2),
     "writing_demo": lambda: writing(1, 2, head_dim=64, num_heads=4, length=512),

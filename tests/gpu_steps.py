@@ -316,9 +316,10 @@ def mesh_of_gpus(count: int) -> DeviceMesh:
 
 
 def compiled_on_mesh(
-    config: ModelConfig, slots: int, mesh: DeviceMesh | None
+    config: ModelConfig, slots: int, mesh: DeviceMesh | None, has_mailboxes: bool = True
 ) -> tuple[jax.stages.Compiled, Any]:
     """A decode call of a mesh, or of one GPU; with `slots` of a layer, else resident; its pool."""
+    has_mailboxes = has_mailboxes and mesh is not None
     count, by_heads = (mesh.size, mesh.splits_heads) if mesh else (1, False)
     if by_heads:
         config = HeadShares(config, count).own
@@ -335,7 +336,7 @@ def compiled_on_mesh(
         )
     definition = model_definition(
         config, ops.Kernels(GPU.target), holds_experts=not slots,
-        share_axis=MESH_AXIS if mesh else "", by_heads=by_heads,
+        share_axis=MESH_AXIS if mesh else "", by_heads=by_heads, has_mailboxes=has_mailboxes,
     )  # fmt: skip
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
     program = steps.StepProgram(definition, spec)
@@ -346,6 +347,8 @@ def compiled_on_mesh(
     weights = weights_of(config, are_packed) | {name: of_device[name] for name in EXPERT_LEAVES}
     if slots:
         weights = {name: of for name, of in weights.items() if name not in EXPERT_LEAVES}
+    if has_mailboxes:
+        weights["peers"] = leaf_of((1, 1 + 2 * count), jnp.int32)
     table = None
     if experts is not None:
         table = leaf_of((1, config.num_layers, config.num_experts), jnp.int32)
@@ -357,7 +360,8 @@ def compiled_on_mesh(
         names = {getattr(key, "name", getattr(key, "key", "")) for key in path}
         of_heads = {"cache", *HEAD_LEAVES} if by_heads else set()
         of_own = {"own_experts", "table", "events", "gate"} if experts is not None else set()
-        is_split = names & {"banks", "apart", "gate_up", "down", *EXPERT_LEAVES, *of_heads, *of_own}
+        of_shares = {"banks", "apart", "gate_up", "down", "peers", *EXPERT_LEAVES}
+        is_split = names & {*of_shares, *of_heads, *of_own}
         shape = (count * leaf.shape[0], *leaf.shape[1:]) if is_split else leaf.shape
         sharding = mesh.split() if is_split else mesh.replicated
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
@@ -373,7 +377,10 @@ def compiled_on_mesh(
 
 
 def print_mesh() -> None:
-    """A line a case: name; temporary bytes, aliased and donated ones of a GPU, launches, sums."""
+    """A line a case: name; bytes of a GPU; launches; sums by XLA, and by `peer_sum`.
+
+    The bytes are temporary ones, aliased ones, and those donated.
+    """
     config = with_layers(CONFIGS["Qwen3-30B-A3B"], 2)
     two = mesh_of_gpus(2)
     by_heads = dataclasses.replace(two, splits_heads=True)
@@ -382,14 +389,16 @@ def print_mesh() -> None:
     halves = _hand_out(np.ones((2, config.num_experts)), 2, config.num_experts // 2)
     apart = dataclasses.replace(two, handed_out=halves)
     of_apart = [("handed_out", 0, apart), ("handed_out_slots", 32, apart)]
-    for name, slots, mesh in [*cases, ("heads", 0, by_heads), *of_apart]:
-        program, pool = compiled_on_mesh(config, slots, mesh)
+    more = [("heads", 0, by_heads), *of_apart, ("without_mailboxes", 0, two)]
+    for name, slots, mesh in [*cases, *more]:
+        program, pool = compiled_on_mesh(config, slots, mesh, name != "without_mailboxes")
         memory, text = program.memory_analysis(), program.as_text()
         assert memory is not None
         print(
             f"{name}_{mesh.size if mesh else 1}", memory.temp_size_in_bytes,
             memory.alias_size_in_bytes, num_bytes(pool), num_launches(text),
-            len(re.findall(r" all-reduce(?:-start)?\(", text)), flush=True,
+            len(re.findall(r" all-reduce(?:-start)?\(", text)),
+            len(re.findall(r" custom-call\(.*peer_sum", text)), flush=True,
         )  # fmt: skip
 
 

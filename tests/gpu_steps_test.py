@@ -52,28 +52,29 @@ class CompilingTest(absltest.TestCase):
                     self.assertBetween(more, LAYERS, LAYERS + 2)  # and two a step
 
     def test_two_gpus_run_the_step_of_one(self):
-        """A sum a layer, and nothing else; pools stay where they are."""
+        """One kernel a layer more, which sums; no collective of XLA; pools stay where they are."""
         lines = [line.split() for line in self.printed("mesh").splitlines()]
-        found = {line[0]: list(map(int, line[1:])) for line in lines if len(line) == 6}
-        self.assertLen(found, 7)
+        found = {line[0]: list(map(int, line[1:])) for line in lines if len(line) == 7}
+        self.assertLen(found, 8)
         for name in ("resident", "slots"):
             one, two = found[f"{name}_1"], found[f"{name}_2"]
-            temporary, aliased, donated, launches, sums = two
+            temporary, aliased, donated, launches, by_xla, sums = two
             self.assertLess(temporary, one[0] + MOST_BYTES)
             self.assertGreaterEqual(aliased, donated)
-            self.assertEqual((one[4], sums), (0, 2))  # of two layers
+            self.assertEqual((one[4:], by_xla, sums), ([0, 0], 0, 2))  # of two layers
             self.assertLessEqual(launches, one[3] + 2 * sums)
         for name, one in (("handed_out", "resident"), ("handed_out_slots", "slots")):
-            temporary, aliased, donated, launches, sums = found[f"{name}_2"]
+            temporary, aliased, donated, launches, by_xla, sums = found[f"{name}_2"]
             self.assertLess(temporary, found[f"{one}_2"][0] + MOST_BYTES)
             self.assertGreaterEqual(aliased, donated)
-            self.assertEqual(sums, 2)
+            self.assertEqual((by_xla, sums), (0, 2))
             self.assertLessEqual(launches, found[f"{one}_2"][3] + 2 * 2)  # which pairs run here
         heads, whole = found["heads_2"], found["resident_2"]
         self.assertLess(heads[0], whole[0] + MOST_BYTES)
         self.assertLess(heads[1], 0.51 * whole[1])  # the cache, donated
-        self.assertEqual(heads[4], 4)  # one more a layer
+        self.assertEqual(heads[4:], [0, 4])  # one more a layer
         self.assertLessEqual(heads[3], whole[3] + 2 * 2)
+        self.assertEqual(found["without_mailboxes_2"][4:], [2, 0])
 
     def test_pages_cost_no_launch_and_a_chunk_copies_its_row_alone(self):
         lines = [line.split() for line in self.printed("pages").splitlines()]

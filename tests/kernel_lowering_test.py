@@ -1,6 +1,7 @@
 """The packed products lowered for every GPU without one, and compiled where JAX's plugin is."""
 
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 EVERYWHERE = (
     "dense_decode_int3_rank_32", "dense_prefill_int3", "layer_decode", "layer_prefill",
     "attention_qwen", "attention_mixtral_32", "chunk_qwen", "router_qwen", "router_mixtral",
-    "norm_qwen", "norm_mixtral_64", "writing_qwen", "writing_mixtral_64",
+    "norm_qwen", "norm_mixtral_64", "sum_of_2", "writing_qwen", "writing_mixtral_64",
     "plan_qwen", "plan_tiers_qwen", "buddies_qwen",
 )  # fmt: skip
 MLIR_TYPES = {"uint32": "ui32", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -49,6 +50,10 @@ LAUNCHED: dict[str, Any] = {
             f"32_{num_kv}x128", ((1, first), (2, first + 1)),
         )
         for batch, num_kv, first in ((1, 4, 7), (64, 4, 7), (16, 8, 5))
+    ],
+    "peer_sum": [
+        (partial(gpu_programs.peers, devices, *sizes), 1, f"{devices}x{math.prod(sizes)}", ())
+        for devices, *sizes in ((2, 2048), (4, 3, 2880))
     ],
     "residual_norm": [
         (partial(gpu_programs.norm, rows, width, **how), 1, str(width), ())
@@ -89,7 +94,7 @@ class LoweringTest(parameterized.TestCase):
     # Of a token's kernels the next test lowers the same programs.
     @slow.where(
         lambda gpu, name: gpu != "H100" or name not in EVERYWHERE
-        or name.startswith(("attention_", "chunk_", "router_", "norm_", "writing_"))
+        or name.startswith(("attention_", "chunk_", "router_", "norm_", "sum_", "writing_"))
     )  # fmt: skip
     @parameterized.parameters(pairs_of_gpu_and_program())
     def test_launches_read_the_weights_where_they_lie(self, gpu, name):
@@ -104,6 +109,8 @@ class LoweringTest(parameterized.TestCase):
         for make, launches, name, aliases in LAUNCHED[kernel]:
             text = make().lower(GPUS["H100"]).as_text()
             operations = re.findall(r"stablehlo\.(\w+)[ (]", text)
+            if kernel == "peer_sum":  # the operand's and the result's shape
+                operations = [of for of in operations if of != "reshape"]
             if kernel == "delta_step":  # between its launches arrays get other shapes
                 moves = ("slice", "dynamic_", "gather", "scatter", "custom_call")
                 operations = [of for of in operations if of.startswith(moves)]

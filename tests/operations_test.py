@@ -17,6 +17,7 @@ from pallas_kernels import (
     dequant_matmul,
     grouped_dequant_matmul,
     hqq_solve,
+    peer_sum,
     qkv_to_cache,
     residual_norm,
     router_topk,
@@ -209,6 +210,15 @@ CASES = {
     "dequant_matmul": _product_case(),
     "grouped_dequant_matmul": _layer_case(),
     "hqq_solve": _hqq_case(),
+    "peer_sum": Case(
+        peer_sum.OPERATION,
+        (wide(64, 4096), whole(1, 5)),
+        {"axis": "shares", "dtype": "bfloat16"},
+        (
+            ({0: wide(65, 4096)}, ("sm_80", "up to 262144 numbers, these are 266240")),
+            ({1: None}, ("sm_80", "GPUs of one process that reach each other's memory")),
+        ),
+    ),
     "qkv_to_cache": _cache_write_case(),
     "residual_norm": Case(
         residual_norm.OPERATION,

@@ -11,7 +11,7 @@ from pallas_kernels.target import Target
 # Leaves of one product with all tokens; "kept" ones too, since other engines may pack them.
 LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
 KERNELS = ("mosaic", "triton")
-PARTS = ("attention", "norms and writes", "delta rule", "routing", ops.EMBEDDINGS)
+PARTS = ("attention", "norms and writes", "delta rule", "routing", ops.EMBEDDINGS, ops.SUMS)
 
 
 def expected_kernel(target: Target | None) -> str | None:
@@ -27,7 +27,8 @@ def phase_warnings(phase: str, record: ChoiceRecord, expected: str | None) -> li
     In decode, products with plain matrices of a stack should run by
     `pallas_kernels.dequant_matmul`, plain experts by `grouped_dequant_matmul`, attention by
     `decode_attention`, routing by `router_topk`, norms by `residual_norm`, cache writes by
-    `qkv_to_cache`, delta rules by `delta_step`, embeddings in host memory by `row_gather`.
+    `qkv_to_cache`, delta rules by `delta_step`, embeddings in host memory by `row_gather`, sums
+    over a mesh by `peer_sum`.
     (`experts.cache_planner.CachePlanner.refusal` is of experts that move.)
     """
     if expected is None:

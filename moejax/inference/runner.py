@@ -16,6 +16,7 @@ from moejax.devices import (
     SPLIT,
     DeviceMesh,
     Place,
+    lost_device_errors,
     plain_memory_errors,
     put,
     specs_of,
@@ -62,6 +63,7 @@ from moejax.weights import linear as ops
 from moejax.weights.handed_out import table_of
 from moejax.weights.linear import ChoiceRecord, record_choice, recorded_choices
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
+from pallas_kernels.peer_sum import Mailboxes, mailbox_refusal
 from pallas_kernels.target import Choice, target_of
 
 Put = Callable[[Any], jax.Array]  # an array of the host to the device
@@ -171,11 +173,16 @@ class Runner:
         if mesh is not None and mesh.handed_out is not None:
             tables = table_of(mesh.handed_out, config.num_experts)
             self._own_experts = jax.device_put(tables.reshape(-1, *tables.shape[2:]), mesh.split())
+        self._mailboxes: Mailboxes | None = None
+        if mesh is not None and mailbox_refusal(mesh.devices) is None:
+            self._mailboxes = Mailboxes(mesh.mesh)
+            self.weights = {**weights, "peers": self._mailboxes.peers}
         self.programs = CompiledPrograms(lambda function: options[function is steps.decode], mesh)
         self.kernels = kernels or ops.Kernels(target_of(device))
         definition = model_definition(
             config, self.kernels, holds_experts=memory is None,
             share_axis=MESH_AXIS if mesh else "", by_heads=by_heads,
+            has_mailboxes=self._mailboxes is not None,
         )  # fmt: skip
         kept: Any = SPLIT if by_heads else REPLICATED
         self._cache_specs = KVCache(kept, kept, _WHOLE, _WHOLE, _WHOLE)
@@ -605,16 +612,22 @@ class Runner:
         finally:
             self._program, self._recorder = plain, None
 
-    def reading(self, failures: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def reading(self, failures: int) -> Iterator[None]:
         """Context for reading results of steps; `failures`: see `ExpertMemory.failure_count`."""
-        return self.memory.reading(failures) if self.memory else contextlib.nullcontext()
+        memory = self.memory
+        with (
+            lost_device_errors(self.mesh),
+            memory.reading(failures) if memory else contextlib.nullcontext(),
+        ):
+            yield
 
     def _call(
         self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any,
         results: Any = REPLICATED,
     ) -> Any:  # fmt: skip
         arguments = (*donated, *arguments)
-        with plain_memory_errors(self.device):
+        with lost_device_errors(self.mesh), plain_memory_errors(self.device):
             with recorded_choices() as found:  # empty unless the program is traced now
                 program = self.programs.get(
                     function, static, arguments, num_donated=len(donated), results=results

@@ -233,6 +233,9 @@ class Attended(NamedTuple):
     axis: str = ""  # of a mesh whose devices have other heads; "": these are all
 
 
+Total = Callable[[jax.Array], jax.Array]  # adds what each device of a mesh has
+
+
 class AttentionFn(Protocol):
     """Attends from a layer's new tokens to the keys that its implementation provides."""
 
@@ -344,8 +347,7 @@ class Heads(NamedTuple):
 class Attention(StackedModule):
     """Projections, biases and head norms of all U layers that attend.
 
-    `norm`, [L, D], is that before the mixing of every layer, whatever it mixes by. Over `axis` of a
-    mesh, if that is not "", devices have other heads, and add what these give.
+    `norm`, [L, D], is that before the mixing of every layer, whatever it mixes by.
     """
 
     part = "attention"
@@ -356,16 +358,17 @@ class Attention(StackedModule):
     o_bias: nnx.Param[jax.Array]
     sinks: nnx.Param[jax.Array]
 
-    def __init__(self, config: ModelConfig, *, axis: str = "", **how: Any):
-        super().__init__(config, **how)
-        self.axis = axis
-
     def __call__(
-        self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn
+        self,
+        normed: jax.Array,
+        index: LayerIndex,
+        angles: Angles,
+        attend: AttentionFn,
+        total: Total | None = None,
     ) -> jax.Array:
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D]."""
         q, k, v, gate = self.project(normed, index.mixer, *angles)
-        return self.output(attend(index, q, k, v), index.mixer, gate)
+        return self.output(attend(index, q, k, v), index.mixer, gate, total)
 
     def project(self, normed: jax.Array, layer: Index, cos: jax.Array, sin: jax.Array) -> Heads:
         """Projects normed tokens [B, T, D] to queries, keys and values.
@@ -403,15 +406,24 @@ class Attention(StackedModule):
             qkv = qkv + self.qkv_bias[layer][None, None]
         return qkv
 
-    def output(self, attended: jax.Array, layer: Index, gate: jax.Array | None = None) -> jax.Array:
-        """Projects [B, T, H, C] to [B, T, D], after a gate's sigmoid where there is one."""
+    def output(
+        self,
+        attended: jax.Array,
+        layer: Index,
+        gate: jax.Array | None = None,
+        total: Total | None = None,
+    ) -> jax.Array:
+        """Projects [B, T, H, C] to [B, T, D], after a gate's sigmoid where there is one.
+
+        `total`: adds what the devices of a mesh have, of other heads each; None: all are here.
+        """
         if gate is not None:
             attended = attended * jax.nn.sigmoid(gate)
         flat = attended.reshape(*attended.shape[:2], -1)
-        parts = jnp.dtype(jnp.float32) if self.axis else None
+        parts = jnp.dtype(jnp.float32) if total else None
         out = self.linear(flat, "o_proj", layer, parts)
-        if self.axis:
-            out = jax.lax.psum(out, self.axis).astype(flat.dtype)
+        if total:
+            out = total(out)
         if self.config.attention_bias and self.config.output_bias:
             out = out + self.o_bias[layer][None, None]
         return out

@@ -15,6 +15,7 @@ from moejax.models.attention import (
     AttentionImpl,
     CachedAttention,
     CachedAttentionImpl,
+    Total,
     causal_attention,
     token_attention,
 )
@@ -51,7 +52,7 @@ from moejax.models.stacked import (
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
 from moejax.weights.qtensor import Weight
-from pallas_kernels import qkv_to_cache, residual_norm
+from pallas_kernels import op, peer_sum, qkv_to_cache, residual_norm
 from pallas_kernels.target import Choice, Target
 
 
@@ -171,17 +172,21 @@ class Transformer(nnx.Module):
         holds_experts: bool = True,
         share_axis: str = "",
         by_heads: bool = False,
+        has_mailboxes: bool = False,
     ):
         self.config = config
         self.kernels = kernels
         self.holds_experts = holds_experts
         self.share_axis = share_axis
+        self.by_heads = by_heads
+        # int32[1, 1 + 2 P], see `peer_sum.Mailboxes`
+        self.peers = nnx.Param(jnp.zeros((1, 1), jnp.int32)) if has_mailboxes else None
         self.embed = stacked_parameter("embed", config, rngs, dtype)
         how: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "kernels": kernels}
         if config.latent:
             self.attention: Attention | LatentAttention = LatentAttention(config, **how)
         else:
-            self.attention = Attention(config, axis=share_axis if by_heads else "", **how)
+            self.attention = Attention(config, **how)
         if config.delta_net:
             self.delta = DeltaNet(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.mlp_norm = stacked_parameter("mlp_norm", config, rngs, dtype)
@@ -212,7 +217,26 @@ class Transformer(nnx.Module):
         """Runs a layer's attention or delta rule; returns its residual addition, [B, T, D]."""
         if index.is_delta:
             return self.delta(normed, index, token_mask, attend)
-        return self.attention(normed, index, angles, attend)
+        if isinstance(self.attention, LatentAttention):
+            return self.attention(normed, index, angles, attend)
+        return self.attention(normed, index, angles, attend, self.total_of_heads)
+
+    @property
+    def total_of_heads(self) -> Total | None:
+        """Adds what the devices' heads give; None where each has all heads."""
+        return self._total if self.by_heads else None
+
+    def _total(self, parts: jax.Array) -> jax.Array:
+        """Adds what each device of the mesh has, in the activations' dtype."""
+        peers = None if self.peers is None else self.peers[...]
+        choice = ops.choose_part(
+            ops.SUMS, str(parts.dtype), self.kernels,
+            lambda target: peer_sum.OPERATION.choose(parts, peers is not None, target=target),
+        )  # fmt: skip
+        found = "triton" if choice.implementation == "triton" else op.REFERENCE
+        return peer_sum.peer_sum(
+            parts, peers, axis=self.share_axis, dtype=self.dtype, implementation=found
+        )
 
     def mix_norm(self, x: jax.Array, index: LayerIndex) -> jax.Array:
         """Normalises [B, T, D] for `mix`."""
@@ -240,7 +264,7 @@ class Transformer(nnx.Module):
         inputs = MoeInputs(index, flat, routing, mask, ahead, attended, self.moe.biases, parts)
         out, carry, record = experts(carry, inputs)
         if self.share_axis:  # each device ran its share of every expert
-            out = jax.lax.psum(out, self.share_axis).astype(x.dtype)
+            out = self._total(out)
         if self.config.shared_dim:
             out = out + self.shared(flat, index.mlp)
         return out.reshape(x.shape), carry, record
@@ -294,7 +318,7 @@ class Transformer(nnx.Module):
         mine = (local >= 0) & (local < rows.shape[0])
         found = ops.take_rows(rows, jnp.where(mine, local, 0), self.dtype)
         zero = jnp.zeros((), found.dtype)
-        return jax.lax.psum(jnp.where(mine[..., None], found, zero), self.share_axis)
+        return self._total(jnp.where(mine[..., None], found, zero))
 
     def _last_norm(self, hidden: jax.Array) -> jax.Array:
         return self._norm(hidden, self.final_norm[...][None], 0)
@@ -370,8 +394,8 @@ class Transformer(nnx.Module):
             attended = None
             if index.is_sparse and isinstance(attend, CachedAttention):
                 attended = attend.take_attended()
-                if attended is not None and isinstance(self.attention, Attention):
-                    attended = attended._replace(axis=self.attention.axis)
+                if attended is not None and self.by_heads:
+                    attended = attended._replace(axis=self.share_axis)
             out, carry, record = self.mlp_block(x, index, token_mask, experts, carry, attended)
             x = x + out
             x = rounded(x) if x.shape[1] > 1 or self._is_for_cpu else x
@@ -562,7 +586,7 @@ def _attended(
         positions=attend.read_positions, kv_length=spec.kv_length, window=index.window,
         scale=c.score_scale, sinks=model._sinks, pages=attend.cache.table,
     )  # fmt: skip
-    return attention.output(attended, index.mixer)[:, 0]
+    return attention.output(attended, index.mixer, total=model.total_of_heads)[:, 0]
 
 
 def whole_attention(model: Transformer, impl: AttentionImpl) -> AttentionFn:
@@ -608,13 +632,14 @@ def model_definition(
     # vocabulary; "": none
     share_axis: str = "",
     by_heads: bool = False,  # whether they have the heads of `config` each, of more (`head_shares`)
+    has_mailboxes: bool = False,  # whether they add through `peer_sum.Mailboxes`, a leaf "peers"
 ) -> nnx.GraphDef[Transformer]:
     """Builds the graph of a Transformer without weights; allocates nothing."""
 
     def build() -> Transformer:
         return Transformer(
             config, rngs=nnx.Rngs(0), kernels=kernels, holds_experts=holds_experts,
-            share_axis=share_axis, by_heads=by_heads,
+            share_axis=share_axis, by_heads=by_heads, has_mailboxes=has_mailboxes,
         )  # fmt: skip
 
     abstract = nnx.eval_shape(build)

@@ -36,6 +36,7 @@ from pallas_kernels.target import Choice, Target
 Index = int | jax.Array
 
 DEQUANTIZED = "dequantized"  # in place of a kernel's name in a `Choice`
+SUMS = "sums over the mesh"  # a part
 EMBEDDINGS = "embeddings"  # a part that `take_rows` records where they are in host memory
 PLAIN = "plain"  # the same, of a weight that is not packed
 REFERENCE = "reference"  # what `pallas_kernels` chooses where its kernels refuse
