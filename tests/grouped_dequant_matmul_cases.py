@@ -128,6 +128,9 @@ WHOLE = {
     "whole_mxfp4_float16": _WHOLE._replace(
         tiers=(alike(MXFP4, 8),), tokens=12, model_dim=384, expert_dim=832, dtype="float16"
     ),
+    "whole_mxfp4_gpt_oss": _WHOLE._replace(
+        tiers=(alike(MXFP4),), tokens=1, width=1, model_dim=2880, expert_dim=2880
+    ),
     "whole_int8_short_rows": _WHOLE._replace(
         tiers=(Tier(Form(8), Form(4, 128)),), tokens=2, model_dim=320, expert_dim=576
     ),

@@ -34,6 +34,8 @@ PRODUCTS: dict[str, tuple[int, int]] = {
     "glm_4_7_down": (1536, 5120),
     "glm_4_7_flash_gate_up": (2048, 3072),
     "glm_4_7_flash_down": (1536, 2048),
+    "gpt_oss_gate_up": (2880, 5760),  # K ends in a quarter of a block
+    "gpt_oss_down": (2880, 2880),
 }
 
 # name -> D, F, A.
@@ -50,4 +52,5 @@ LAYERS: dict[str, tuple[int, int, int]] = {
     "glm_4_5_air": (4096, 1408, 8),
     "glm_4_7": (5120, 1536, 8),
     "glm_4_7_flash": (2048, 1536, 4),
+    "gpt_oss": (2880, 2880, 4),  # 20b and 120b
 }
