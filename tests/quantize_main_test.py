@@ -15,6 +15,7 @@ from moejax import quantize
 from moejax.config.commands import QuantizeConfig
 from moejax.errors import MoejaxError
 from moejax.quantization.pipeline import run as pipeline
+from moejax.quantization.ranks import parse_policy
 from tests import commands
 from tests.folder_case import FolderTestCase
 from tests.random_checkpoints import write_random_checkpoint
@@ -110,6 +111,22 @@ class QuantizeMainTest(FolderTestCase):
         self.assertIn(message, err)
         self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
         self.assertFalse(self.output.exists())
+
+    @parameterized.parameters(
+        ([], "Dense-25%"),
+        (["--config.rank=Sparse-4 + Dense-8 + Uniform-5% within 1 MB"],
+         "Dense-8 + Uniform-5% within 1000000 B"),
+    )  # fmt: skip
+    def test_model_without_experts_gets_no_ranks_of_them(self, arguments, mended):
+        """The default rank has a term of experts; the error has one that works."""
+        source = write_random_checkpoint(self.directory / "dense", moe_layers=())
+        where = [f"--config.checkpoint={source}", "--config.group_size=32"]
+        status, out, err = self.run_main(*where, *arguments)
+        self.assertEqual((status, out), (1, ""))
+        self.assertRegex(err, r"\Aerror: rank policy: \S+ concerns experts, and [^\n]+\n\Z")
+        self.assertEndsWith(err, f"; set --config.rank without it: --config.rank='{mended}'\n")
+        self.assertFalse(self.output.exists())
+        parse_policy(mended)
 
     @parameterized.parameters(
         {"planes": "2,4", "plane_weight": 0.5},

@@ -270,7 +270,7 @@ class RanksTest(parameterized.TestCase):
         for policy, said in (
             ("Kurtosis-8", "Kurtosis-8 needs the kurtosis of layers.3.w1"),
             ("Frequency-8", "Frequency-8 needs the frequency of layers.3.w1"),
-            ("Dense-8", "Dense-8 concerns attention"),
+            ("Dense-8", "Dense-8 concerns attention.*; set --config.rank to terms of experts$"),
         ):
             with self.assertRaisesRegex(MoejaxError, f"^rank policy: {said}"):
                 _plan(policy, bare)

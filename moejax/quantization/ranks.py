@@ -25,7 +25,7 @@ The paper lets Kurtosis and Frequency "control the average rank to be r" and say
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import jax
@@ -82,6 +82,12 @@ class _RankTerm(NamedTuple):
     amount: float
     is_percentage: bool
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the matrices that it concerns."""
+        kinds = {"uniform": DENSE_KINDS + SPARSE_KINDS, "dense": DENSE_KINDS}
+        return kinds.get(self.policy, SPARSE_KINDS)
+
     def __str__(self) -> str:
         return f"{self.policy.capitalize()}-{self.amount:g}{'%' * self.is_percentage}"
 
@@ -95,6 +101,10 @@ class RankPolicy(NamedTuple):
     def needs(self, statistic: str) -> bool:
         """Whether ranks follow the "kurtosis" of weights or the "frequency" of experts."""
         return any(term.policy == statistic for term in self.terms)
+
+    def __str__(self) -> str:
+        within = "" if self.budget_bytes is None else f" within {self.budget_bytes} B"
+        return " + ".join(map(str, self.terms)) + within
 
 
 class _RankPlan(NamedTuple):
@@ -146,6 +156,21 @@ def _parse_term(part: str, text: str) -> _RankTerm:
     return term
 
 
+def check_terms(policy: RankPolicy, kinds: Set[str]) -> None:
+    """Raises MoejaxError, with the mend, for a term that concerns none of the kinds."""
+    kept = tuple(term for term in policy.terms if not kinds.isdisjoint(term.kinds))
+    if kept == policy.terms:
+        return
+    term = next(term for term in policy.terms if term not in kept)
+    mend = f"to terms of {', '.join(sorted(kinds))}"
+    if kept:
+        mend = f"without it: --config.rank={str(policy._replace(terms=kept))!r}"
+    raise MoejaxError(
+        f"rank policy: {term} concerns {', '.join(term.kinds)}, and no matrix with a compensator "
+        f"is of such a kind; set --config.rank {mend}"
+    )
+
+
 def excess_kurtosis(weights: jax.Array) -> jax.Array:
     """Excess kurtosis E[(x - mean)^4] / var^2 - 3 of matrices [..., N, K]: 0 for a Gaussian.
 
@@ -191,6 +216,7 @@ def assign_ranks(
     Raises:
       MoejaxError: a term concerns no matrix, or lacks the kurtosis or frequency of one.
     """
+    check_terms(policy, {m.kind for m in matrices})
     costs = [
         math.ceil(m.all_widths * rank_bytes(m.num_rows, m.num_inputs, factor_bits))
         for m in matrices
@@ -217,13 +243,7 @@ def assign_ranks(
 
 def _real_ranks(term: _RankTerm, problem: _Problem) -> np.ndarray:
     """Ranks float64[n] of a term before rounding; fixed terms round percentages."""
-    kinds = {"uniform": DENSE_KINDS + SPARSE_KINDS, "dense": DENSE_KINDS}
-    own_kinds = kinds.get(term.policy, SPARSE_KINDS)
-    concerned = np.array([m.kind in own_kinds for m in problem.matrices], bool)
-    if not concerned.any():
-        raise MoejaxError(
-            f"rank policy: {term} concerns {', '.join(own_kinds)}, and no matrix is of such a kind"
-        )
+    concerned = np.array([m.kind in term.kinds for m in problem.matrices], bool)
     rank = term.amount * problem.caps / 100 if term.is_percentage else term.amount
     even = np.where(concerned, rank, 0.0)
     if term.policy not in ("kurtosis", "frequency"):

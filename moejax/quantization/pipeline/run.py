@@ -187,6 +187,12 @@ class _ResumeLog:
                 raise MoejaxError(f"output {self.directory} holds {what} {said}; {_MEND}")
 
 
+def _compensated(inventory: Inventory, chosen: Mapping[str, Scheme]) -> list[Entry]:
+    """Matrices whose method adds a compensator."""
+    entries = (entry for entry in inventory.entries if entry.name in chosen)
+    return [entry for entry in entries if chosen[entry.name].method in COMPENSATED]
+
+
 def _shard_note(i: int) -> str:
     return f"shard-{i + 1:05}"
 
@@ -236,6 +242,9 @@ def quantize_checkpoint(job: Job) -> Outcome:
         raise MoejaxError(f"output {job.output} is the source itself; give another directory")
     chosen = schemes(job.recipe, inventory)
     policy = ranks.parse_policy(job.rank_policy)
+    by_policy = {e.kind for e in _compensated(inventory, chosen) if chosen[e.name].rank is None}
+    if by_policy:  # before there is an output, so that a corrected run may have its directory
+        ranks.check_terms(policy, by_policy)
     tokens = _calibration_tokens(job, inventory, chosen, policy)
     log = _ResumeLog(job.output, _identity(job, inventory, tokens))
     if (made := log.finished()) is not None:
@@ -308,12 +317,7 @@ class _Run:
           "ranks" by name, and "capped": the names for which the policy exceeds min(N, K).
           MoejaxError if the policy does not fit the model.
         """
-        compensated = [
-            entry
-            for entry in self.inventory.entries
-            if entry.name in self.chosen and self.chosen[entry.name].method in COMPENSATED
-        ]
-        if not compensated:
+        if not (compensated := _compensated(self.inventory, self.chosen)):
             return {"ranks": {}, "capped": []}
         self.meter.bar.set_description_str("survey")
         kurtosis: Mapping[str, float] = {}
