@@ -221,6 +221,12 @@ class FieldsTest(FolderTestCase):
         self.assertEqual(found, model_config(fields))
         self.assertFalse(found.interleaved_rope)
 
+    @parameterized.parameters(QWEN3, MOE_16B, OSS_20B)
+    def test_swish_is_silu(self, **fields):
+        self.assertIs(transformers.activations.ACT2CLS["swish"], torch.nn.SiLU)
+        found = model_config(fields | {"hidden_act": "swish"})
+        self.assertEqual(found, model_config(fields | {"hidden_act": "silu"}))
+
     def test_nested_text_without_a_model_type(self):
         expected = model_config(QWEN35)
         text = QWEN35["text_config"]
@@ -272,7 +278,7 @@ class RefusalTest(FolderTestCase):
         (QWEN3, {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_scaling of type 'mrope'"),
         (QWEN3, {"rope_parameters": {"rope_type": "llama3"}}, "the factor of rope scaling of type"),
         (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (QWEN3, {"hidden_act": "gelu"}, "hidden_act 'gelu', only 'silu' and 'swish' are"),
         (QWEN3, {"hidden_size": None}, "hidden_size is null, in the file or by default"),
         (
             QWEN3,

@@ -33,6 +33,7 @@ _REQUIRED: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("llama3",): ("low_freq_factor", "high_freq_factor"),
     ("longrope",): ("short_factors", "long_factors"),
 }
+_SILU = ("silu", "swish")  # names of one function, in transformers too
 # Names of one number; a file may have the first beside its family's own.
 _NUM_EXPERTS = ("num_local_experts", "num_experts")
 
@@ -95,8 +96,9 @@ def unsupported(
     rotated = rope_field(fields, "partial_rotary_factor")
     if not partial and rotated not in (None, 1, 1.0):
         reasons.append(f"partial_rotary_factor {rotated}")
-    if fields["hidden_act"] != "silu":
-        reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
+    if fields["hidden_act"] not in _SILU:
+        known = " and ".join(map(repr, _SILU))
+        reasons.append(f"hidden_act {fields['hidden_act']!r}, only {known} are")
     return reasons
 
 
