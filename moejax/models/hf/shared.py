@@ -47,6 +47,7 @@ def read_shared(family: str, fields: Mapping[str, Any], *num_experts: str) -> di
     num_heads, model_dim = (
         integer(fields, name) for name in ("num_attention_heads", "hidden_size")
     )
+    experts = integer(fields, *_NUM_EXPERTS, *num_experts, most=MOST_EXPERTS)
     return {
         "family": family,
         "vocab_size": integer(fields, "vocab_size"),
@@ -55,8 +56,8 @@ def read_shared(family: str, fields: Mapping[str, Any], *num_experts: str) -> di
         "num_heads": num_heads,
         "num_kv_heads": integer(fields, "num_key_value_heads", default=num_heads),
         "head_dim": model_dim // num_heads,
-        "num_experts": integer(fields, *_NUM_EXPERTS, *num_experts, most=MOST_EXPERTS),
-        "experts_per_token": integer(fields, "num_experts_per_tok"),
+        "num_experts": experts,
+        "experts_per_token": integer(fields, "num_experts_per_tok", most=experts),
         "norm_eps": number(fields, "rms_norm_eps"),
         "rope_theta": _rope_theta(family, fields),
         "rope_scaling": _rope_scaling(fields),
