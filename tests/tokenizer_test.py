@@ -481,6 +481,16 @@ class BosTest(BosTestCase):
         self.assertEqual(tokenizer.encode(""), around)
         self.assertEqual(tokenizer.decode(expected), "hello world")
 
+    @parameterized.parameters("Qwen3_5Tokenizer", "TokenizersBackend", "GPTNeoXTokenizer")
+    def test_classes_of_newer_families_as_transformers_5(self, name):
+        asks = {"tokenizer_class": name, "bos_token": END, "add_bos_token": True}
+        tokenizer = self.tokenizer("qwen", **asks)
+        reference = transformers.AutoTokenizer.from_pretrained(self.directory)
+        self.assertEqual(type(reference).__name__, name)
+        for text in ("hello world", ""):
+            self.assertEqual(tokenizer.encode(text), reference.encode(text))
+        self.assertEqual(tokenizer.encode("hello world"), HELLO_WORLD)
+
     def test_what_tokenizer_json_adds_stays(self):
         """It stays like in transformers 5; transformers 4 takes it away."""
         found = self.tokenizer("mixtral", add_bos_token=False).encode("hello")
