@@ -138,8 +138,9 @@ def _splits_heads(config: PlanConfig, checkpoint: Checkpoint | None) -> bool:
 
 
 def _device(config: PlanConfig) -> "jax.Device":
-    """Stand-in device: a plan needs only the platform's name."""
-    return cast("jax.Device", types.SimpleNamespace(platform=platform_of(config)))
+    """Stand-in device: a plan needs only the platform's name; what is free is not known."""
+    found = types.SimpleNamespace(platform=platform_of(config), memory_stats=lambda: None)
+    return cast("jax.Device", found)
 
 
 def platform_of(config: PlanConfig) -> str:

@@ -133,8 +133,8 @@ class PartsTest(parameterized.TestCase):
 
     # JAX's memory, and whether rows come and go; tokens of a chunk, and slots of a layer.
     @parameterized.parameters(
-        (6.4, False, 4096, 36), (11.4, False, 2048, 81), (20.0, False, 1024, 128),
-        (6.4, True, 2048, 35),
+        (6.4, False, 4096, 36), (11.4, False, 2048, 81), (20.0, False, 4096, 128),
+        (6.4, True, 2048, 35), (20.0, True, 1024, 128),
     )  # fmt: skip
     def test_a_longer_chunk_costs_few_slots(self, gib, is_running, chunk, slots):
         """By slots of the same run with each chunk alone."""
@@ -157,6 +157,22 @@ class PartsTest(parameterized.TestCase):
             missing = 128 - plan(run(longer)).tiers[0].slots
             if usual:
                 self.assertEqual(missing <= 1.05 * usual, longer <= chunk)
+
+    def test_a_longer_chunk_fits_the_room_of_a_device_without_a_limit(self):
+        run = RunSizes(
+            config=QWEN, weights_nbytes=PACKED, batch=1, context=4096, chunk=1024,
+            longer_chunks=(2048, 4096), platform="gpu", stores_scores=False,
+        )  # fmt: skip
+
+        def plan(room):
+            of = dataclasses.replace(run, room_nbytes=room)
+            return make_budget(of, [int4(QWEN)], Limits())
+
+        longest = plan(None)
+        self.assertEqual(longest.run.chunk, 4096)
+        self.assertEqual(plan(longest.total_device).run.chunk, 4096)
+        self.assertEqual(plan(longest.total_device - 1).run.chunk, 2048)
+        self.assertEqual(plan(1).run.chunk, 1024)  # `check_room` says what is too much
 
     def test_a_chunk_is_no_longer_where_steps_fetch_nothing(self):
         """Under a policy whose transfers are between steps, or with a slot for every expert."""

@@ -443,6 +443,7 @@ class _ShapeModels:
             experts = jax.tree.map(lambda *leaves: join(leaves), *drawn)
         weights = jax.block_until_ready(self._dense | experts)
         runner = Runner(self.config, weights, self.device, mesh=self._mesh)
+        runner.planned = PlannedSizes(chunk=budget.run.chunk)
         if limits == Limits():
             self._whole = runner
         stated = budget if limits.device_gib else None
@@ -494,6 +495,7 @@ class _ShapeModels:
             copies_cache=copies_cache(self.config, *sizes),
             num_devices=self._mesh.size if self._mesh else 1,
             handed_out=self._mesh.num_handed_out if self._mesh else 0,
+            room_nbytes=room_nbytes(self.device, sum(self._dense_nbytes.values())),
         )  # fmt: skip
 
     def _policy(self, tiering: Tiering, work: routing.Workload) -> AnyPolicy:

@@ -183,7 +183,7 @@ def plan_experts(
         num_devices=num_devices, handed_out=handed_out,
         stores_scores=stores_scores(config, chosen.itemsize, target_of(device)),
         copies_cache=copies_cache(config, chosen.itemsize, target_of(device)),
-        is_running=is_running,
+        is_running=is_running, room_nbytes=None if limits.device_gib else room_nbytes(device),
     )  # fmt: skip
     policy: AnyPolicy | None = None
     activations, sources = None, [checkpoint]

@@ -34,6 +34,8 @@ class RunSizes:
     is_running: bool = False  # whether rows come and go, in a cache of pages
     num_pages: int = 0  # pages of a running batch; 0 until they are planned
     handed_out: int = 0  # experts of a layer that each of them has whole; 0: all, or shares of all
+    # bytes of the device that are free, where no limit is stated; None: not known
+    room_nbytes: int | None = None
 
     @property
     def is_cpu(self) -> bool:

@@ -364,7 +364,9 @@ def make_budget(
 
     A prompt brings the experts without a slot once a chunk. So the chunk is the longest of the
     run's for which their bytes, which every decode step draws from, are at most
-    `LONGER_CHUNK_COST` of what they are with the usual one.
+    `LONGER_CHUNK_COST` of what they are with the usual one. Where all experts stay on the device a
+    chunk reads and unpacks each of them once, so it is the longest that fits; not that of a running
+    batch, whose rows wait for it.
 
     Args:
       tiers: in order of falling fidelity.
@@ -376,10 +378,13 @@ def make_budget(
     """
     found = _with_pages(run, tiers, limits, policy)
     most = LONGER_CHUNK_COST * _missing_nbytes(found, policy)
-    for chunk in reversed(run.longer_chunks if most else ()):
+    if not most and (found.pooled or run.is_running):
+        return found
+    for chunk in reversed(run.longer_chunks):
         with contextlib.suppress(BudgetError):
             longer = _with_pages(dataclasses.replace(run, chunk=chunk), tiers, limits, policy)
-            if _missing_nbytes(longer, policy) <= most:
+            is_alike = longer.pooled == found.pooled and _missing_nbytes(longer, policy) <= most
+            if is_alike and (run.room_nbytes is None or longer.total_device <= run.room_nbytes):
                 return longer
     return found
 
