@@ -41,7 +41,7 @@ def mesh_of(count: int) -> jax.sharding.Mesh:
 
 
 def summed(mesh, parts, *, times=1, peers=None, dtype=jnp.float32):
-    """What each device finds, [P, ...]; of several sums one after the other the last."""
+    """Returns each device's sum, [P, ...]; of several one after the other the last."""
     split = PartitionSpec("shares")
 
     @functools.partial(
