@@ -335,8 +335,6 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "norm_odd": lambda: norm(3, 200),
     "sum_of_2": lambda: peers(2, 1, 2048),
     "sum_of_8": lambda: peers(8, 64, 2880),
-    "sum_of_2_long": lambda: peers(2, 4096, 2880),
-    "sum_of_8_long": lambda: peers(8, 512, 2880),
     "writing_qwen": lambda: writing(1, 4),
     "writing_mixtral_64": lambda: writing(64, 8, has_norms=False, num_layers=2),
     "writing_demo": lambda: writing(1, 2, head_dim=64, num_heads=4, length=512),

@@ -215,7 +215,7 @@ CASES = {
         (wide(64, 4096), whole(1, 5)),
         {"axis": "shares", "dtype": "bfloat16"},
         (
-            ({0: wide(2**19, 4096)}, ("sm_80", "less than 2^31 numbers, these are 2147483648")),
+            ({0: wide(65, 4096)}, ("sm_80", "up to 262144 numbers, these are 266240")),
             ({1: None}, ("sm_80", "GPUs of one process that reach each other's memory")),
         ),
     ),

@@ -17,8 +17,7 @@ from pallas_kernels.peer_sum import mailboxes
 from tests.host_test_case import HostTestCase
 
 ROOT = Path(__file__).parents[1]
-# The last short one, and long ones: of one program more, and of few and many tiles of each.
-SIZES = ((1, 2048), (3, 2880), (5, 37), (64, 4096), (1, 262145), (1024, 2048), (4096, 2880))
+SIZES = ((1, 2048), (3, 2880), (5, 37), (64, 4096))  # the last one is the longest
 # Of two GPUs one alone runs the kernel, which waits for a tenth of a second.
 ALONE = """
 import jax, jax.numpy as jnp, numpy as np
@@ -83,9 +82,7 @@ class PeerSumTest(HostTestCase):
         self.assertEqual(peer_sum.mailbox_refusal(devices), "they are no GPUs")
 
     def test_a_mailbox_holds_counts_and_each_part_twice(self):
-        short, programs = (4 + 2 * 2 * 8) * mailboxes.MOST, mailboxes.NUM_PROGRAMS
-        long = 4 * programs * (1 + 2) + 2 * 2 * 4 * programs * mailboxes.TILE
-        self.assertEqual(peer_sum.Mailbox(2).nbytes, short + long)
+        self.assertEqual(peer_sum.mailbox_nbytes(2), (4 + 2 * 2 * 8) * mailboxes.MOST)
 
 
 @pytest.mark.gpu
@@ -125,4 +122,5 @@ class GpuPeerSumTest(HostTestCase):
         done = subprocess.run(
             [sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, timeout=120
         )
-        self.assertIn("ended: ", done.stdout, done.stderr[-2000:])
+        # What `devices.lost_device_errors` looks for.
+        self.assertRegex(done.stdout, "ended: .*CUDA_ERROR", done.stderr[-2000:])

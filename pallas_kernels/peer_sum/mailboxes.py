@@ -1,7 +1,6 @@
 """Memory of each GPU that the others write their parts of a sum into."""
 
 import ctypes
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -10,45 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-MOST = 64 * 4096  # numbers of a short sum: 64 tokens of a wide model
-NUM_PROGRAMS = 264  # of a long sum: two on each multiprocessor of an H100
-TILE = 2048  # numbers that one of them sends at a time
+MOST = 64 * 4096  # numbers of a sum: 64 tokens of a wide model
+NUMBERS_NBYTES = 4 * MOST  # each number's count of its sums
+PART_NBYTES = 8 * MOST  # a device's part: float32, and the count beside each
 
 
-@dataclasses.dataclass(frozen=True)
-class Mailbox:
-    """Layout of a device's mailbox, in bytes; zeros at first.
-
-    Of a short sum it holds for each number how many sums it had, then the devices' parts twice,
-    pairs of a number and its count; of a long one the tiles that each program had, the counts that
-    the devices sent it, and their tiles twice.
-    """
-
-    num_devices: int
-
-    pairs = 4 * MOST  # where they begin
-    pairs_of_device = 8 * MOST
-    tiles_of_device = 2 * 4 * NUM_PROGRAMS * TILE
-
-    @property
-    def counts(self) -> int:
-        """Where the counts of programs begin."""
-        return self.pairs + 2 * self.num_devices * self.pairs_of_device
-
-    @property
-    def sent(self) -> int:
-        """Where the counts that devices sent begin."""
-        return self.counts + 4 * NUM_PROGRAMS
-
-    @property
-    def tiles(self) -> int:
-        """Where the tiles begin."""
-        return self.sent + 4 * self.num_devices * NUM_PROGRAMS
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in all."""
-        return self.tiles + self.num_devices * self.tiles_of_device
+def mailbox_nbytes(num_devices: int) -> int:
+    """Bytes of each device's mailbox: counts, and every device's part twice."""
+    return NUMBERS_NBYTES + 2 * num_devices * PART_NBYTES
 
 
 def mailbox_refusal(devices: Sequence[jax.Device]) -> str | None:
@@ -79,10 +47,10 @@ class Mailboxes:
     """
 
     def __init__(self, mesh: jax.sharding.Mesh):
-        """Takes `Mailbox.nbytes` of each device's memory; see `mailbox_refusal`."""
+        """Takes `mailbox_nbytes` of each device's memory; see `mailbox_refusal`."""
         count, split = mesh.size, NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
         zeros = jax.jit(
-            lambda: jnp.zeros((count, Mailbox(count).nbytes), jnp.uint8), out_shardings=split
+            lambda: jnp.zeros((count, mailbox_nbytes(count)), jnp.uint8), out_shardings=split
         )
         self._memory = jax.block_until_ready(zeros())
         shards = sorted(self._memory.addressable_shards, key=lambda of: of.index[0].start or 0)

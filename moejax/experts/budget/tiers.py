@@ -30,7 +30,7 @@ from moejax.experts.budget.planned import (
 from moejax.experts.budget.workspace import workspace_nbytes
 from moejax.models.config import PAGE
 from pallas_kernels.host_mailbox import Mailbox
-from pallas_kernels.peer_sum import Mailbox as SumsMailbox
+from pallas_kernels.peer_sum import mailbox_nbytes
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
 # 5 x16, jax 0.11.2, 2026-11-20).
@@ -143,7 +143,7 @@ class _TierPlan:
             run, num_banks(self.limits), num_tiers=self.num_tiers, is_packed=self.is_packed
         )
         if run.num_devices > 1 and run.platform == "gpu":
-            parts["mailboxes of sums"] = SumsMailbox(run.num_devices).nbytes
+            parts["mailboxes of sums"] = mailbox_nbytes(run.num_devices)
         if reserve := RESERVE_BYTES[run.platform]:
             parts["reserve of the allocator"] = reserve
         return parts
