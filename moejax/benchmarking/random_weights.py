@@ -109,7 +109,8 @@ class _Drawing:
         self, shape: tuple[int, ...], dtype: jnp.dtype, std: float = 0.0, **how: Any
     ) -> jax.Array:
         flat = shape if len(shape) > 2 else (1, *shape)
-        leaf = jnp.zeros(flat, dtype, device=self._device)
+        with jax.default_device(self._device):  # `device=` makes it on the first, and copies it
+            leaf = jnp.zeros(flat, dtype)
         for layer in range(flat[0]):
             self._key, new = jax.random.split(self._key)
             leaf = _fill(leaf, jnp.int32(layer), new, jnp.float32(std), **how)
