@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from moejax.files.result_rows import ResultRow, read_rows, write_rows
+from moejax.files.result_rows import ResultRow, append_rows, read_rows
 
 _INTO = flags.DEFINE_string("into", "scripts/studies", "folder of the folders of rows")
 _SUFFIX = flags.DEFINE_string("suffix", "_h200", "of their names, before .jsonl: of the device")
@@ -46,7 +46,8 @@ def main(argv: list[str]) -> None:
         into = place_of(Path(_INTO.value), f"{file.stem}{_SUFFIX.value}.jsonl")
         old = read_rows(into) if into.exists() else []
         rows = merged(old, read_rows(file), str(into))
-        write_rows(into, rows)
+        into.unlink(missing_ok=True)
+        append_rows(into, rows)
         print(f"{into}: {len(old)} rows were there, {len(rows)} are")
 
 

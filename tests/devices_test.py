@@ -15,8 +15,8 @@ from absl.testing import absltest, parameterized
 from moejax.devices import (
     choose_device,
     enable_compilation_cache,
-    lost_device_errors,
     make_mesh,
+    plain_memory_errors,
 )
 from moejax.errors import MoejaxError
 
@@ -28,13 +28,16 @@ class LostDeviceTest(absltest.TestCase):
         lost = jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED\nmore")
         with (
             self.assertRaisesRegex(MoejaxError, "a GPU of the mesh failed.*LAUNCH.*start") as said,
-            lost_device_errors(make_mesh(2)),
+            plain_memory_errors(jax.devices()[0], make_mesh(2)),
         ):
             raise lost
         self.assertNotIn("\n", str(said.exception))
         others = ((None, lost), (make_mesh(2), jax.errors.JaxRuntimeError("INTERNAL: a bug")))
         for mesh, error in others:
-            with self.assertRaises(jax.errors.JaxRuntimeError), lost_device_errors(mesh):
+            with (
+                self.assertRaises(jax.errors.JaxRuntimeError),
+                plain_memory_errors(jax.devices()[0], mesh),
+            ):
                 raise error
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moejax.errors import MoejaxError
-from moejax.files.whole import append, write_whole
+from moejax.files.whole import append
 
 if TYPE_CHECKING:
     import jax
@@ -51,11 +51,6 @@ def check_rows(path: Path) -> None:
             f"output {path} is there and holds no rows of results, to which more could be appended "
             f"({error}); name another file"
         ) from error
-
-
-def write_rows(path: Path, rows: Iterable[ResultRow]) -> None:
-    """Replaces a JSON Lines file's rows; on failure the file stays unchanged."""
-    write_whole(path, "".join(map(_line, rows)))
 
 
 def _line(row: ResultRow) -> str:

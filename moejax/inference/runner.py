@@ -16,7 +16,6 @@ from moejax.devices import (
     SPLIT,
     DeviceMesh,
     Place,
-    lost_device_errors,
     plain_memory_errors,
     put,
     specs_of,
@@ -63,7 +62,7 @@ from moejax.weights import linear as ops
 from moejax.weights.handed_out import table_of
 from moejax.weights.linear import ChoiceRecord, record_choice, recorded_choices
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
-from pallas_kernels.peer_sum import Mailboxes, mailbox_refusal
+from pallas_kernels.peer_sum import mailboxes_of
 from pallas_kernels.target import Choice, target_of
 
 Put = Callable[[Any], jax.Array]  # an array of the host to the device
@@ -173,9 +172,8 @@ class Runner:
         if mesh is not None and mesh.handed_out is not None:
             tables = table_of(mesh.handed_out, config.num_experts)
             self._own_experts = jax.device_put(tables.reshape(-1, *tables.shape[2:]), mesh.split())
-        self._mailboxes: Mailboxes | None = None
-        if mesh is not None and mailbox_refusal(mesh.devices) is None:
-            self._mailboxes = Mailboxes(mesh.mesh)
+        self._mailboxes = None if mesh is None else mailboxes_of(mesh.mesh)
+        if self._mailboxes is not None:
             self.weights = {**weights, "peers": self._mailboxes.peers}
         self.programs = CompiledPrograms(lambda function: options[function is steps.decode], mesh)
         self.kernels = kernels or ops.Kernels(target_of(device))
@@ -617,7 +615,7 @@ class Runner:
         """Context for reading results of steps; `failures`: see `ExpertMemory.failure_count`."""
         memory = self.memory
         with (
-            lost_device_errors(self.mesh),
+            plain_memory_errors(self.device, self.mesh),
             memory.reading(failures) if memory else contextlib.nullcontext(),
         ):
             yield
@@ -627,7 +625,7 @@ class Runner:
         results: Any = REPLICATED,
     ) -> Any:  # fmt: skip
         arguments = (*donated, *arguments)
-        with lost_device_errors(self.mesh), plain_memory_errors(self.device):
+        with plain_memory_errors(self.device, self.mesh):
             with recorded_choices() as found:  # empty unless the program is traced now
                 program = self.programs.get(
                     function, static, arguments, num_donated=len(donated), results=results

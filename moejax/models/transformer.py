@@ -179,7 +179,7 @@ class Transformer(nnx.Module):
         self.holds_experts = holds_experts
         self.share_axis = share_axis
         self.by_heads = by_heads
-        # int32[1, 1 + 2 P], see `peer_sum.Mailboxes`
+        # int32[1, 1 + 2 P], see `peer_sum.mailboxes_of`
         self.peers = nnx.Param(jnp.zeros((1, 1), jnp.int32)) if has_mailboxes else None
         self.embed = stacked_parameter("embed", config, rngs, dtype)
         how: dict[str, Any] = {"rngs": rngs, "dtype": dtype, "kernels": kernels}
@@ -219,10 +219,10 @@ class Transformer(nnx.Module):
             return self.delta(normed, index, token_mask, attend)
         if isinstance(self.attention, LatentAttention):
             return self.attention(normed, index, angles, attend)
-        return self.attention(normed, index, angles, attend, self.total_of_heads)
+        return self.attention(normed, index, angles, attend, self._total_of_heads)
 
     @property
-    def total_of_heads(self) -> Total | None:
+    def _total_of_heads(self) -> Total | None:
         """Adds what the devices' heads give; None where each has all heads."""
         return self._total if self.by_heads else None
 
@@ -586,7 +586,7 @@ def _attended(
         positions=attend.read_positions, kv_length=spec.kv_length, window=index.window,
         scale=c.score_scale, sinks=model._sinks, pages=attend.cache.table,
     )  # fmt: skip
-    return attention.output(attended, index.mixer, total=model.total_of_heads)[:, 0]
+    return attention.output(attended, index.mixer, total=model._total_of_heads)[:, 0]
 
 
 def whole_attention(model: Transformer, impl: AttentionImpl) -> AttentionFn:
@@ -632,7 +632,7 @@ def model_definition(
     # vocabulary; "": none
     share_axis: str = "",
     by_heads: bool = False,  # whether they have the heads of `config` each, of more (`head_shares`)
-    has_mailboxes: bool = False,  # whether they add through `peer_sum.Mailboxes`, a leaf "peers"
+    has_mailboxes: bool = False,  # whether they add through mailboxes, a leaf "peers"
 ) -> nnx.GraphDef[Transformer]:
     """Builds the graph of a Transformer without weights; allocates nothing."""
 

@@ -2,6 +2,5 @@
 
 from pallas_kernels.peer_sum.api import OPERATION as OPERATION
 from pallas_kernels.peer_sum.api import peer_sum as peer_sum
-from pallas_kernels.peer_sum.mailboxes import Mailboxes as Mailboxes
-from pallas_kernels.peer_sum.mailboxes import mailbox_nbytes as mailbox_nbytes
-from pallas_kernels.peer_sum.mailboxes import mailbox_refusal as mailbox_refusal
+from pallas_kernels.peer_sum.mailboxes import mailboxes_of as mailboxes_of
+from pallas_kernels.peer_sum.triton import mailbox_nbytes as mailbox_nbytes

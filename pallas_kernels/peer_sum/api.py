@@ -35,7 +35,7 @@ def peer_sum(
 
     Args:
       x: [...], the device's part.
-      peers: int32[1, 1 + 2 P], its row of `Mailboxes.peers`; None: XLA sums.
+      peers: int32[1, 1 + 2 P], its row of `mailboxes_of(mesh).peers`; None: XLA sums.
       axis: the mesh's, for XLA's sum.
       dtype: of the result.
 

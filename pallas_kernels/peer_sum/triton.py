@@ -14,11 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
-from pallas_kernels.peer_sum.mailboxes import MOST, NUMBERS_NBYTES, PART_NBYTES
 from pallas_kernels.target import Target, platform_refusal
 
-Ref = Any
-LANES = 128  # of a program, each with a number
+_Ref = Any
+_MOST = 64 * 4096  # numbers of a sum: 64 tokens of a wide model
+_NUMBERS_NBYTES = 4 * _MOST  # each number's count of its sums
+_PART_NBYTES = 8 * _MOST  # a device's part: float32, and the count beside each
+_LANES = 128  # of a program, each with a number
 TIMEOUT_NS = 60_000_000_000  # then the program ends in an error
 
 # $1 and $2 are the halves of a mailbox's address, $3 is an offset in bytes.
@@ -34,13 +36,18 @@ _RECEIVE = (  # the value, once its number is $4
 )
 
 
+def mailbox_nbytes(num_devices: int) -> int:
+    """Bytes of each device's mailbox: counts, and every device's part twice; zeros at first."""
+    return _NUMBERS_NBYTES + 2 * num_devices * _PART_NBYTES
+
+
 def refusal(x: Any, has_mailboxes: bool, target: Target) -> str | None:
     """Reason why the kernel cannot sum, or None."""
     reasons = [reason] if (reason := platform_refusal(target)) else []
     if not has_mailboxes:
         reasons.append("it needs GPUs of one process that reach each other's memory")
-    if x.size > MOST:
-        reasons.append(f"it sums up to {MOST} numbers, these are {x.size}")
+    if x.size > _MOST:
+        reasons.append(f"it sums up to {_MOST} numbers, these are {x.size}")
     return "; ".join(reasons) or None
 
 
@@ -64,29 +71,29 @@ def peer_sum_triton(
     wide = jnp.float32
     late = _RECEIVE.replace("TIMEOUT", str(TIMEOUT_NS))
 
-    def body(x_ref: Ref, peers_ref: Ref, out_ref: Ref) -> None:
-        lanes = pl.program_id(0) * LANES + jax.lax.iota(jnp.int32, LANES)
+    def body(x_ref: _Ref, peers_ref: _Ref, out_ref: _Ref) -> None:
+        lanes = pl.program_id(0) * _LANES + jax.lax.iota(jnp.int32, _LANES)
         is_there = lanes < x.size
         places = [(peers_ref[0, 1 + 2 * i], peers_ref[0, 2 + 2 * i]) for i in range(num_devices)]
         own, at = peers_ref[0, 0], places[0]
         for i, place in enumerate(places[1:], 1):
             at = jnp.where(own == i, place[0], at[0]), jnp.where(own == i, place[1], at[1])
         number = _run(_LOAD, at, 4 * lanes) + 1
-        offsets = NUMBERS_NBYTES + (number & 1) * (num_devices * PART_NBYTES) + 8 * lanes
+        offsets = _NUMBERS_NBYTES + (number & 1) * (num_devices * _PART_NBYTES) + 8 * lanes
         part = pltriton.load(x_ref.at[lanes], mask=is_there, other=0).astype(wide)
         bits = jax.lax.bitcast_convert_type(part, jnp.int32)
-        sent = jnp.zeros(LANES, jnp.int32)
+        sent = jnp.zeros(_LANES, jnp.int32)
         for i, place in enumerate(places):
 
             def send(place: Any = place) -> jax.Array:
-                return _run(_SEND, place, offsets + own * PART_NBYTES, bits, number)
+                return _run(_SEND, place, offsets + own * _PART_NBYTES, bits, number)
 
-            sent += jax.lax.cond(own == i, lambda: jnp.zeros(LANES, jnp.int32), send)
-        total = jnp.zeros(LANES, wide)
+            sent += jax.lax.cond(own == i, lambda: jnp.zeros(_LANES, jnp.int32), send)
+        total = jnp.zeros(_LANES, wide)
         for i in range(num_devices):
 
             def receive(i: int = i) -> jax.Array:
-                found = _run(late, at, offsets + i * PART_NBYTES + sent, number)
+                found = _run(late, at, offsets + i * _PART_NBYTES + sent, number)
                 return jax.lax.bitcast_convert_type(found, wide)
 
             total += jax.lax.cond(own == i, lambda: part, receive)
@@ -96,8 +103,8 @@ def peer_sum_triton(
 
     call = launch.triton_call(
         body, name=f"peer_sum_{jnp.dtype(dtype).name}_{num_devices}x{x.size}",
-        grid=(pl.cdiv(x.size, LANES),),
-        out_shape=jax.ShapeDtypeStruct((x.size,), dtype), num_warps=LANES // 32, num_stages=1,
+        grid=(pl.cdiv(x.size, _LANES),),
+        out_shape=jax.ShapeDtypeStruct((x.size,), dtype), num_warps=_LANES // 32, num_stages=1,
         interpret=False,
     )  # fmt: skip
     return call(x.reshape(-1), peers).reshape(x.shape)

@@ -8,6 +8,7 @@ time is that of the chain less that of the chain without sums. Bars and predicti
 
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from absl import app, flags
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.peer_sum import Mailboxes, peer_sum
+from pallas_kernels.peer_sum import mailboxes_of, peer_sum
 from scripts.studies.measuring import Report
 
 _OUTPUT = flags.DEFINE_string("output", "", "file of rows to append to")
@@ -87,7 +88,8 @@ def main(argv: list[str]) -> None:
     print(f"predicted, us: {PREDICTED}; bars: {BARS}", flush=True)
     mesh = jax.sharding.Mesh(np.asarray(devices), ("devices",))
     split = NamedSharding(mesh, PartitionSpec("devices"))
-    mailboxes = Mailboxes(mesh)
+    if (mailboxes := mailboxes_of(mesh)) is None:
+        sys.exit("error: these devices do not reach each other's memory")
     report = Report(devices[0], f"{count} GPUs", _OUTPUT.value)
     rng, verdict = np.random.default_rng(0), True
     for rows in ROWS:
