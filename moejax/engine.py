@@ -201,13 +201,13 @@ class Engine:
                 checkpoint, limits or Limits(), policy, dtype=dtype, device=device, batch=batch,
                 context=planned, chunks=chunks, progress=progress, mesh=devices, is_running=running,
             )  # fmt: skip
-        is_planned = limits is not None or policy is not None
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
             device=device, context=context, memory=memory, defaults=defaults, mesh=devices,
         )  # fmt: skip
-        if is_planned:  # else the sizes of calls have no bound
-            engine.budget, engine._runner.planned = budget, PlannedSizes.of(budget)
+        engine._runner.planned = PlannedSizes.of(budget)
+        if limits is not None or policy is not None:
+            engine.budget = budget
         if progress:
             engine._runner.programs.announce = compile_notice
         engine.load_seconds = time.perf_counter() - start
@@ -519,6 +519,8 @@ class Engine:
         planned = self.budget.run.context if self.budget else self.config.context_limit
         context = self.context or (planned if self.budget else min(PLANNED_CONTEXT, planned))
         longest = self._runner.longest_chunk(1, context)
+        if self._runner.memory is None:  # all rows wait for a chunk, and nothing is fetched for it
+            longest = min(longest, MAX_PREFILL_LENGTH)
         sizes = FixedSizes.of(self.device.platform, longest, context)
         pages = Pages(1 + num_lanes * Pages(0).of(context))
         if self.budget and self.budget.run.is_running:

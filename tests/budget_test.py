@@ -170,8 +170,9 @@ class PartsTest(parameterized.TestCase):
 
         longest = plan(None)
         self.assertEqual(longest.run.chunk, 4096)
-        self.assertEqual(plan(longest.total_device).run.chunk, 4096)
-        self.assertEqual(plan(longest.total_device - 1).run.chunk, 2048)
+        room = math.ceil(longest.total_device / 0.9)
+        self.assertEqual(plan(room).run.chunk, 4096)
+        self.assertEqual(plan(room - 2).run.chunk, 2048)
         self.assertEqual(plan(1).run.chunk, 1024)  # `check_room` says what is too much
 
     def test_a_chunk_is_no_longer_where_steps_fetch_nothing(self):

@@ -12,6 +12,8 @@ import pytest
 from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError
+from moejax import engine as engine_module
+from moejax.inference.chunking import PlannedSizes
 from moejax.models.config import RopeScaling
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
@@ -88,6 +90,21 @@ class BatchTest(parameterized.TestCase):
                 row[seen] = row[seen] / 1.7 if row[seen] > 0 else row[seen] * 1.7
             self.assertEqual(row.argmax(), token)
         self.assertNotEqual([tokens], answers(prompt, max_new_tokens=20))
+
+
+class ChunkTest(parameterized.TestCase):
+    def test_a_resident_model_reads_prompts_by_the_longest_planned_chunk(self):
+        """Without limits too; rows of a running batch keep to the usual one, and wait less."""
+        with (
+            mock.patch.object(engine_module, "planned_chunks", lambda *_: (1024, 2048)),
+            mock.patch.object(engine_module, "ContinuousBatch") as running,
+            Engine.from_pretrained("demo", progress=False) as loaded,
+        ):
+            self.assertEqual(loaded._runner.planned, PlannedSizes(chunk=2048))
+            self.assertIsNone(loaded.budget)
+            loaded.context = 4096
+            loaded.continuous_batch(2)
+        self.assertLessEqual(max(running.call_args.kwargs["sizes"].chunks), 1024)
 
 
 class PromptTest(parameterized.TestCase):

@@ -340,8 +340,6 @@ class _ShapeModels:
         return dataclasses.replace(found, load_s=time.perf_counter() - start)
 
     def _loaded(self, batch: int, context: int, limits: Limits) -> _LoadedModel:
-        if self._whole is not None:
-            return _LoadedModel(self._whole, None, NEAR_UNIFORM)
         tiering, work = self._tiering, self._routing(batch)
         policy = None if tiering is None else self._policy(tiering, work)
         names = ["experts"] if tiering is None else [tier.name for tier in tiering.stored()]
@@ -431,6 +429,9 @@ class _ShapeModels:
 
     def _resident(self, budget: Budget, limits: Limits) -> _LoadedModel:
         """A model whose experts are all on the device."""
+        if self._whole is not None:
+            self._whole.planned = PlannedSizes(chunk=budget.run.chunk)
+            return _LoadedModel(self._whole, None, NEAR_UNIFORM)
         self._place_embeddings(on_host=False)
         if not limits.device_gib:
             check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from moejax.experts.budget.limits import (
@@ -41,6 +42,9 @@ RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 GATHERED_BYTES = 512 * 2**20
 # By how much a longer chunk of prompts may raise the bytes of experts without a slot.
 LONGER_CHUNK_COST = 1.05
+# Of the memory that a device without a limit has free, what a plan with a longer chunk may take: a
+# call may have a longer context than the planned one.
+ROOM_SHARE = 0.9
 STATES = "states of layers without attention"  # a part of the device's
 WAITED = "experts that a step waits for"  # a part of the host's
 MAILBOX = "mailbox of the host's cores"  # likewise
@@ -365,8 +369,8 @@ def make_budget(
     A prompt brings the experts without a slot once a chunk. So the chunk is the longest of the
     run's for which their bytes, which every decode step draws from, are at most
     `LONGER_CHUNK_COST` of what they are with the usual one. Where all experts stay on the device a
-    chunk reads and unpacks each of them once, so it is the longest that fits; not that of a running
-    batch, whose rows wait for it.
+    chunk reads and unpacks each of them once, so it is the longest that fits. A running batch keeps
+    the usual one there, since all rows wait for a chunk.
 
     Args:
       tiers: in order of falling fidelity.
@@ -384,7 +388,8 @@ def make_budget(
         with contextlib.suppress(BudgetError):
             longer = _with_pages(dataclasses.replace(run, chunk=chunk), tiers, limits, policy)
             is_alike = longer.pooled == found.pooled and _missing_nbytes(longer, policy) <= most
-            if is_alike and (run.room_nbytes is None or longer.total_device <= run.room_nbytes):
+            room = math.inf if run.room_nbytes is None else ROOM_SHARE * run.room_nbytes
+            if is_alike and longer.total_device <= room:
                 return longer
     return found
 
