@@ -334,22 +334,22 @@ def _why_none(platform: str, error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def plain_memory_errors(device: jax.Device, mesh: DeviceMesh | None = None) -> Iterator[None]:
+def plain_memory_errors(device: jax.Device, *, waits: bool = False) -> Iterator[None]:
     """Turns the runtime's out-of-memory error into a MoejaxError of one line.
 
-    With a mesh also that of a GPU which fails, or waits for another in vain.
+    With `waits` also that of one of several GPUs, which fails or waits for another in vain.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
-        if mesh is not None and "CUDA_ERROR" in str(error):
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            if not waits or "CUDA_ERROR" not in str(error):
+                raise
             raise MoejaxError(
                 f"a GPU of the mesh failed, or another waited for it for a minute ({reason}): "
                 "start again, on other GPUs if it fails again"
             ) from error
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         raise MoejaxError(
             f"{device} is out of memory ({reason}): take a shorter context, fewer prompts at once, "
             f"a smaller dtype or a smaller model"

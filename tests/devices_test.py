@@ -15,7 +15,6 @@ from absl.testing import absltest, parameterized
 from moejax.devices import (
     choose_device,
     enable_compilation_cache,
-    make_mesh,
     plain_memory_errors,
 )
 from moejax.errors import MoejaxError
@@ -28,17 +27,24 @@ class LostDeviceTest(absltest.TestCase):
         lost = jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED\nmore")
         with (
             self.assertRaisesRegex(MoejaxError, "a GPU of the mesh failed.*LAUNCH.*start") as said,
-            plain_memory_errors(jax.devices()[0], make_mesh(2)),
+            plain_memory_errors(jax.devices()[0], waits=True),
         ):
             raise lost
         self.assertNotIn("\n", str(said.exception))
-        others = ((None, lost), (make_mesh(2), jax.errors.JaxRuntimeError("INTERNAL: a bug")))
-        for mesh, error in others:
+        for waits, error in ((False, lost), (True, jax.errors.JaxRuntimeError("INTERNAL: a bug"))):
             with (
                 self.assertRaises(jax.errors.JaxRuntimeError),
-                plain_memory_errors(jax.devices()[0], mesh),
+                plain_memory_errors(jax.devices()[0], waits=waits),
             ):
                 raise error
+
+    def test_memory_that_ends_is_said_on_a_mesh_too(self):
+        for waits in (False, True):
+            with (
+                self.assertRaisesRegex(MoejaxError, "is out of memory .*take a shorter context"),
+                plain_memory_errors(jax.devices()[0], waits=waits),
+            ):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: CUDA_ERROR_OUT_OF_MEMORY")
 
 
 class ChooseDeviceTest(parameterized.TestCase):

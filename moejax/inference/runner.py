@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -110,6 +111,10 @@ def _ends_of(rows: Sequence[GenerationSettings], eos_ids: tuple[int, ...]) -> np
 
 
 State = TypeVar("State")
+
+# Programs in which GPUs wait for one another start in one order on all of them, whatever threads
+# and engines they are of.
+_in_one_order = threading.Lock()
 
 
 class Runner:
@@ -615,7 +620,7 @@ class Runner:
         """Context for reading results of steps; `failures`: see `ExpertMemory.failure_count`."""
         memory = self.memory
         with (
-            plain_memory_errors(self.device, self.mesh),
+            plain_memory_errors(self.device, waits=self._mailboxes is not None),
             memory.reading(failures) if memory else contextlib.nullcontext(),
         ):
             yield
@@ -625,14 +630,16 @@ class Runner:
         results: Any = REPLICATED,
     ) -> Any:  # fmt: skip
         arguments = (*donated, *arguments)
-        with plain_memory_errors(self.device, self.mesh):
+        waits = self._mailboxes is not None
+        with plain_memory_errors(self.device, waits=waits):
             with recorded_choices() as found:  # empty unless the program is traced now
                 program = self.programs.get(
                     function, static, arguments, num_donated=len(donated), results=results
                 )
             if found:
                 self._record_choices("decode" if function is steps.decode else "prefill", found)
-            return program(*arguments)
+            with _in_one_order if waits else contextlib.nullcontext():
+                return program(*arguments)
 
     def _chunk_spec(
         self, batch: int, start: int, size: int, cache_length: int, is_first: bool | None = None,
