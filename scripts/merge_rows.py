@@ -8,13 +8,15 @@ folder of compiled programs, and with the file in which the row now stands.
 """
 
 import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
 
 from absl import app, flags
 
-from moejax.files.result_rows import ResultRow, append_rows, read_rows
+from moejax.files.result_rows import ResultRow, read_rows
+from moejax.files.whole import write_whole
 
 _INTO = flags.DEFINE_string("into", "scripts/studies", "folder of the folders of rows")
 _SUFFIX = flags.DEFINE_string("suffix", "_h200", "of their names, before .jsonl: of the device")
@@ -46,8 +48,8 @@ def main(argv: list[str]) -> None:
         into = place_of(Path(_INTO.value), f"{file.stem}{_SUFFIX.value}.jsonl")
         old = read_rows(into) if into.exists() else []
         rows = merged(old, read_rows(file), str(into))
-        into.unlink(missing_ok=True)
-        append_rows(into, rows)
+        lines = (json.dumps(dataclasses.asdict(row), ensure_ascii=False) for row in rows)
+        write_whole(into, "".join(f"{line}\n" for line in lines))
         print(f"{into}: {len(old)} rows were there, {len(rows)} are")
 
 

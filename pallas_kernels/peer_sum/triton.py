@@ -4,6 +4,9 @@ Every 4 bytes of data go beside 4 bytes of the sum's number, so that a reader kn
 they have come: neither a barrier nor a semaphore. Parts lie in two places by turns. A device writes
 the sum after next only once it has the next one's parts, which a peer sends when it has read this
 one's: nothing is overwritten before it is read. Every device adds in the devices' order.
+
+The compiler may move each piece of assembly to where its result is used. So all that comes after
+the sending takes `sent`, zeros, as an operand, and the sum takes `done`.
 """
 
 from typing import Any
