@@ -12,7 +12,7 @@ import pytest
 from absl.testing import parameterized
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import peer_sum
+from pallas_kernels import peer_sum, sum_mailbox
 from tests.host_test_case import HostTestCase
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ SIZES = ((1, 2048), (3, 2880), (5, 37), (64, 4096))  # the last one is the longe
 # Of two GPUs one alone runs the kernel, which waits for a tenth of a second.
 ALONE = """
 import jax, jax.numpy as jnp, numpy as np
-from pallas_kernels import peer_sum
+from pallas_kernels import peer_sum, sum_mailbox
 from pallas_kernels.peer_sum import triton
 triton.TIMEOUT_NS = 100_000_000
 mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("shares",))
@@ -82,7 +82,7 @@ class PeerSumTest(HostTestCase):
         self.assertIsNone(peer_sum.mailboxes_of(mesh_of(1)))
 
     def test_a_mailbox_holds_counts_and_each_part_twice(self):
-        self.assertEqual(peer_sum.mailbox_nbytes(2), (4 + 2 * 2 * 8) * 64 * 4096)
+        self.assertEqual(sum_mailbox.mailbox_nbytes(2), (4 + 2 * 2 * 8) * sum_mailbox.MOST)
 
 
 @pytest.mark.gpu

@@ -3,4 +3,3 @@
 from pallas_kernels.peer_sum.api import OPERATION as OPERATION
 from pallas_kernels.peer_sum.api import peer_sum as peer_sum
 from pallas_kernels.peer_sum.mailboxes import mailboxes_of as mailboxes_of
-from pallas_kernels.peer_sum.triton import mailbox_nbytes as mailbox_nbytes

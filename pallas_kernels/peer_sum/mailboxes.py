@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.peer_sum.triton import mailbox_nbytes
+from pallas_kernels.sum_mailbox import mailbox_nbytes
 
 
 class _Mailboxes:

@@ -17,12 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
+from pallas_kernels.sum_mailbox import MOST, NUMBERS_NBYTES, PART_NBYTES
 from pallas_kernels.target import Target, platform_refusal
 
 _Ref = Any
-_MOST = 64 * 4096  # numbers of a sum: 64 tokens of a wide model
-_NUMBERS_NBYTES = 4 * _MOST  # each number's count of its sums
-_PART_NBYTES = 8 * _MOST  # a device's part: float32, and the count beside each
 _LANES = 128  # of a program, each with a number
 TIMEOUT_NS = 60_000_000_000  # then the program ends in an error
 
@@ -39,18 +37,13 @@ _RECEIVE = (  # the value, once its number is $4
 )
 
 
-def mailbox_nbytes(num_devices: int) -> int:
-    """Bytes of each device's mailbox: counts, and every device's part twice; zeros at first."""
-    return _NUMBERS_NBYTES + 2 * num_devices * _PART_NBYTES
-
-
 def refusal(x: Any, has_mailboxes: bool, target: Target) -> str | None:
     """Reason why the kernel cannot sum, or None."""
     reasons = [reason] if (reason := platform_refusal(target)) else []
     if not has_mailboxes:
         reasons.append("it needs GPUs of one process that reach each other's memory")
-    if x.size > _MOST:
-        reasons.append(f"it sums up to {_MOST} numbers, these are {x.size}")
+    if x.size > MOST:
+        reasons.append(f"it sums up to {MOST} numbers, these are {x.size}")
     return "; ".join(reasons) or None
 
 
@@ -82,21 +75,21 @@ def peer_sum_triton(
         for i, place in enumerate(places[1:], 1):
             at = jnp.where(own == i, place[0], at[0]), jnp.where(own == i, place[1], at[1])
         number = _run(_LOAD, at, 4 * lanes) + 1
-        offsets = _NUMBERS_NBYTES + (number & 1) * (num_devices * _PART_NBYTES) + 8 * lanes
+        offsets = NUMBERS_NBYTES + (number & 1) * (num_devices * PART_NBYTES) + 8 * lanes
         part = pltriton.load(x_ref.at[lanes], mask=is_there, other=0).astype(wide)
         bits = jax.lax.bitcast_convert_type(part, jnp.int32)
         sent = jnp.zeros(_LANES, jnp.int32)
         for i, place in enumerate(places):
 
             def send(place: Any = place) -> jax.Array:
-                return _run(_SEND, place, offsets + own * _PART_NBYTES, bits, number)
+                return _run(_SEND, place, offsets + own * PART_NBYTES, bits, number)
 
             sent += jax.lax.cond(own == i, lambda: jnp.zeros(_LANES, jnp.int32), send)
         total = jnp.zeros(_LANES, wide)
         for i in range(num_devices):
 
             def receive(i: int = i) -> jax.Array:
-                found = _run(late, at, offsets + i * _PART_NBYTES + sent, number)
+                found = _run(late, at, offsets + i * PART_NBYTES + sent, number)
                 return jax.lax.bitcast_convert_type(found, wide)
 
             total += jax.lax.cond(own == i, lambda: part, receive)

@@ -31,7 +31,7 @@ from moejax.experts.budget.planned import (
 from moejax.experts.budget.workspace import workspace_nbytes
 from moejax.models.config import PAGE
 from pallas_kernels.host_mailbox import Mailbox
-from pallas_kernels.peer_sum import mailbox_nbytes
+from pallas_kernels.sum_mailbox import mailbox_nbytes
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
 # 5 x16, jax 0.11.2, 2026-11-20).
