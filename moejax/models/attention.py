@@ -233,7 +233,7 @@ class Attended(NamedTuple):
     axis: str = ""  # of a mesh whose devices have other heads; "": these are all
 
 
-Total = Callable[[jax.Array], jax.Array]  # adds what each device of a mesh has
+Total = Callable[[jax.Array], jax.Array]  # adds what each device of a mesh has, [B, T, D]
 
 
 class AttentionFn(Protocol):

@@ -227,7 +227,7 @@ class Transformer(nnx.Module):
         return self._total if self.by_heads else None
 
     def _total(self, parts: jax.Array) -> jax.Array:
-        """Adds what each device of the mesh has, in the activations' dtype."""
+        """Adds what each device of the mesh has, [..., D], in the activations' dtype."""
         peers = None if self.peers is None else self.peers[...]
         choice = ops.choose_part(
             ops.SUMS, str(parts.dtype), self.kernels,
