@@ -1,4 +1,7 @@
-"""Claims of a paper by the study model's rows, under bars written before, and all its rows."""
+"""Claims of a paper by the study model's rows, under bars written before, and all its rows.
+
+The study model is the newest that was made; of the first one are the quantizers' rows.
+"""
 
 import dataclasses
 import re
@@ -11,8 +14,9 @@ from scripts.studies.quality.task_cases import TASKS, wrong_of
 from scripts.studies.tables.paper import Runs, markdown_table
 from scripts.studies.tables.rows import Found, Results
 
-STUDY, DEMO = "study", "demo"
-NAMES = {STUDY: "the study model", DEMO: "the demo model"}  # the first one that has rows counts
+STUDY, FIRST, DEMO = "study3", "study", "demo"
+# Of these the first one that has rows counts.
+NAMES = {STUDY: "the study model", FIRST: "the first study model", DEMO: "the demo model"}
 
 
 class Measured(NamedTuple):
@@ -22,9 +26,9 @@ class Measured(NamedTuple):
     rows: tuple[Found, ...]
 
 
-def by_window(results: Results, end: str = "") -> dict[str, Measured]:
-    """Nats of the study model's windows, by the rows' names without the model and `end`."""
-    found = results.every(rf"{STUDY} \| (.*){re.escape(end)}")
+def by_window(results: Results, label: str = STUDY, end: str = "") -> dict[str, Measured]:
+    """Nats of a model's windows, by the rows' names without the model and `end`."""
+    found = results.every(rf"{label} \| (.*){re.escape(end)}")
     return {
         match[1]: Measured(one.more["nats"], (one,)) for match, one in found if "nats" in one.more
     }
@@ -42,20 +46,22 @@ def by_document(results: Results) -> dict[str, Measured]:
 
 
 def claims(
-    found: Mapping[str, Measured], runs: Runs, bars: Sequence[Claim], unit: str,
+    found: Mapping[str, Measured], runs: Runs, bars: Sequence[Claim], unit: str, label: str,
     doubts: Mapping[str, tuple[str, str]],
 ) -> tuple[list[list[str]], list[str]]:  # fmt: skip
     """Rows of a table of claims, and the bars that lack rows, in words with what is known.
 
     Args:
       unit: of what is compared, such as "Nats a token".
+      label: of the model that the rows are of.
       doubts: a verdict of tests, and why it shows nothing, by what their claim says.
     """
     judged, missing = [], []
     for bar in bars:
         names = [row for test in bar.tests for _, row in test.terms]
         if all(name in found for name in names):
-            judged.append(_judged(found, runs, bar, unit, doubts.get(bar.said, ("", ""))))
+            of = f"{NAMES[label]}; {bar.bar}. {unit}"
+            judged.append(_judged(found, runs, bar, of, doubts.get(bar.said, ("", ""))))
         else:
             values = {name: one.values for name, one in found.items()}
             known = [(test, one) for test in bar.tests if (one := cases.judge(test, values))]
@@ -73,13 +79,12 @@ def _told(test: cases.Comparison, one: cases.Outcome) -> str:
 
 
 def _judged(
-    found: Mapping[str, Measured], runs: Runs, bar: Claim, unit: str, doubt: tuple[str, str]
+    found: Mapping[str, Measured], runs: Runs, bar: Claim, said: str, doubt: tuple[str, str]
 ) -> list[str]:
     of, outcomes = verdict(bar, {name: one.values for name, one in found.items()})
     tests = [_told(test, one) for test, one in zip(bar.tests, outcomes, strict=True)]
-    above = f"{unit} above it, ± a standard error: {'; '.join(tests)}"
     rows = [row for test in bar.tests for _, name in test.terms for row in found[name].rows]
-    said = f"{NAMES[STUDY]}; {bar.bar}. {above} {runs.cite(*rows)}"
+    said += f" above it, ± a standard error: {'; '.join(tests)} {runs.cite(*rows)}"
     doubted, why = doubt
     if doubted in [one.verdict for one in outcomes]:
         said, of = f"{said}; {why}", NOT_SHOWN if of == doubted else of
@@ -103,11 +108,11 @@ def tasks(results: Results, runs: Runs) -> str:
     return markdown_table(head, rows) if rows else f"{NOT_MEASURED}."
 
 
-def tables(results: Results, runs: Runs, sections: Sequence[str]) -> str:
-    """Tables of the rows of sections, one a text: series, and a column for each x or quantity."""
+def tables(results: Results, runs: Runs, sections: Sequence[str], label: str = STUDY) -> str:
+    """Tables of a model's rows of sections, one a text: series, a column for each x or quantity."""
     rows: dict[tuple[str, str], dict[str, dict[str, Found]]] = {}
     for match, one in results.every(
-        rf"{STUDY} \| ({'|'.join(sections)}) \| (?:((?!calibration)[^|]*) \| )?([^|]*) \| ([^|]*)"
+        rf"{label} \| ({'|'.join(sections)}) \| (?:((?!calibration)[^|]*) \| )?([^|]*) \| ([^|]*)"
     ):
         section, text, series, x = match.groups()
         rows.setdefault((section, text), {}).setdefault(series, {})[x] = one
