@@ -36,9 +36,9 @@ class TilesTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ((1, 128, 2048), RowTiles(1, 1, 2)),
-        ((32, 512, 2048), RowTiles(8, 4, 8)),
-        ((5, 8, 4096), RowTiles(8, 1, 4)),
-        ((3, 64, 7168), RowTiles(4, 1, 8)),
+        ((32, 512, 2048), RowTiles(2, 4, 8)),
+        ((5, 8, 4096), RowTiles(2, 1, 4)),
+        ((3, 64, 7168), RowTiles(2, 1, 8)),
         ((33, 128, 2048), None),
         ((1, 1024, 2048), None),
         ((1, 128, 8193), None),

@@ -29,7 +29,11 @@ MEASURED: dict[tuple[tuple[int, int], str, int, int, int, int, int], tuple[Tiles
     ((9, 0), "gate_up", 3, 1, 2, 28672, 4096): (StreamTiles(3, 1, 8, depth=4, workers=132),),
     # Same shape: 111.0 us, with two column tiles 187.2 and 190.3
     ((9, 0), "down", 3, 32, 2, 4096, 14336): (StreamTiles(2, 3, 4, depth=4, workers=132),),
-    # Qwen3-30B, NVIDIA H200, jax 0.11.2, 2026-11-21: 66.23 us, by rule 70.50 and 70.08
+    # Qwen3-30B, NVIDIA H200, jax 0.11.2, 2026-11-28: 42.33 us, by rule 47.41 twice
+    ((9, 0), "gate_up", 4, 16, 8, 1536, 2048): (StreamTiles(1, 1, 8, depth=4, workers=132),),
+    # Same shape: 53.48 us, by rule 62.22 and 62.17
+    ((9, 0), "gate_up", 4, 32, 8, 1536, 2048): (StreamTiles(3, 1, 8, depth=4, workers=132),),
+    # Same shape, 2026-11-21: 66.23 us, by rule 70.50 and 70.08
     ((9, 0), "gate_up", 4, 64, 8, 1536, 2048): (
         StreamTiles(3, 2, 8, depth=4, kept=True, workers=132),
     ),
