@@ -13,6 +13,7 @@ from moejax.experts.tiering import Tiering, choose
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.routing.profile_file import BuddyProfile, load_buddies, save_buddies
+from scripts.studies.buddymoe.controls import RandomExpert
 from tests import tiny_engine
 from tests.buddy_profiles import random_profile
 
@@ -86,6 +87,9 @@ class ProfileTest(parameterized.TestCase):
 
     def test_by_name_alone(self):
         save_buddies(self.path, profile())
+        own = chosen(f"{RandomExpert.__module__}:RandomExpert", {"lists": str(self.path)}).policy
+        assert isinstance(own, RandomExpert)
+        self.assertEqual(own.lists.ids.shape, (M, E, 4))
         policy = chosen("compose", {"parts": "dymoe+buddymoe", "lists": str(self.path)}).policy
         assert isinstance(policy, Compose)
         assert isinstance(policy.buddies, BuddyMoe)
