@@ -337,12 +337,18 @@ def _why_none(platform: str, error: Exception) -> str:
 def plain_memory_errors(device: jax.Device, *, waits: bool = False) -> Iterator[None]:
     """Turns the runtime's out-of-memory error into a MoejaxError of one line.
 
-    With `waits` also that of one of several GPUs, which fails or waits for another in vain.
+    With `waits` also that of one of several GPUs, which fails or waits for another in vain. And
+    that of JAX 0.12, whose collectives map memory between GPUs, which not every machine allows.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        if "ncclGetPeerDevicePointer" in reason:
+            raise MoejaxError(
+                f"the collectives of JAX {jax.__version__} cannot map memory between these GPUs: "
+                "install jax[cuda13]==0.11.2 or jax[cuda12]==0.11.2, which has others"
+            ) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             if not waits or "CUDA_ERROR" not in str(error):
                 raise

@@ -38,6 +38,14 @@ class LostDeviceTest(absltest.TestCase):
             ):
                 raise error
 
+    def test_collectives_that_a_machine_does_not_allow(self):
+        said = "INTERNAL: NCCL operation ncclGetPeerDevicePointer(w) failed: unhandled system error"
+        with (
+            self.assertRaisesRegex(MoejaxError, r"collectives of JAX .* cannot map.*==0\.11\.2"),
+            plain_memory_errors(jax.devices()[0]),
+        ):
+            raise jax.errors.JaxRuntimeError(said)
+
     def test_memory_that_ends_is_said_on_a_mesh_too(self):
         for waits in (False, True):
             with (
