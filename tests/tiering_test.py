@@ -10,8 +10,10 @@ from absl.testing import parameterized
 
 from moejax.errors import MoejaxError
 from moejax.experts.tiering import Tiering, choose
+from moejax.policies.baselines import OnDemand
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
+from moejax.policies.dynaexq import DynaExq
 from moejax.routing.profile_file import BuddyProfile, load_buddies, save_buddies
 from scripts.studies.buddymoe.controls import RandomExpert
 from tests import tiny_engine
@@ -23,6 +25,19 @@ CONFIG = tiny_engine.CONFIG
 
 def chosen(policy: str, settings: dict[str, Any]) -> Any:
     return choose(Tiering(policy=policy, settings=settings))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Foreseeing(DynaExq):
+    """As DynaExq."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Other(OnDemand):
+    """Has settings by the names of other policies'."""
+
+    lists: str = ""
+    links: str = ""
 
 
 def profile(**how: Any) -> BuddyProfile:
@@ -85,11 +100,19 @@ class ProfileTest(parameterized.TestCase):
         self.assertEqual(found.lists.sizes()[:, :2].max(), 0)
         self.assertGreater(found.lists.sizes()[:, 2:].min(), 0)
 
-    def test_by_name_alone(self):
+    def test_a_class_of_ones_own_gets_what_the_policy_gets_that_it_derives_from(self):
         save_buddies(self.path, profile())
         own = chosen(f"{RandomExpert.__module__}:RandomExpert", {"lists": str(self.path)}).policy
         assert isinstance(own, RandomExpert)
         self.assertEqual(own.lists.ids.shape, (M, E, 4))
+        with self.assertRaisesRegex(MoejaxError, "links=x is for foresight above 0"):
+            chosen(f"{__name__}:Foreseeing", {"links": "x"})
+        for settings in ({}, {"lists": "x", "links": "y"}):  # words of its own
+            other = chosen(f"{__name__}:Other", settings).policy
+            self.assertEqual((other.lists, other.links), tuple(settings.values()) or ("", ""))
+
+    def test_by_name_alone(self):
+        save_buddies(self.path, profile())
         policy = chosen("compose", {"parts": "dymoe+buddymoe", "lists": str(self.path)}).policy
         assert isinstance(policy, Compose)
         assert isinstance(policy.buddies, BuddyMoe)

@@ -13,7 +13,7 @@ from moejax.checkpoints.verify import verify_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
-from moejax.policies.make import make_policy, parts_of, settings_of
+from moejax.policies.make import make_policy, parts_of
 from moejax.policies.settings import check_number
 from moejax.quantization.pipeline.recipe import Scheme
 from moejax.routing.profile_file import BuddyProfile, load_buddies
@@ -186,10 +186,10 @@ def choose(
     if not isinstance(tiering.policy, str):
         return _Chosen(tiering.policy)
     name, given = tiering.policy, dict(tiering.settings)
-    known = settings_of(name, parts_of(name, given))  # those of a class of one's own, too
-    if "links" in known and isinstance(given.get("links", ""), str):
+    parts = parts_of(name, given)
+    if "dynaexq" in parts and isinstance(given.get("links", ""), str):
         _take_links(given, directory, config)
-    if "lists" not in known or not isinstance(given.get("lists", ""), str):
+    if "buddymoe" not in parts or not isinstance(given.get("lists", ""), str):
         return _Chosen(make_policy(name, **given))
     profile = _load_profile(given.pop("lists", ""), "buddymoe", "lists", directory, config)
     if isinstance(given.get("tae_tau"), str) and given["tae_tau"] == "profile":

@@ -93,9 +93,11 @@ def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
 
 
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Policies that work inside one: itself, or the parts of `compose`."""
+    """Policies that work inside one: itself, the one that a class derives from, `compose`'s parts."""
     if name != "compose":
-        return (name,)
+        bases = () if name in POLICIES else inspect.getmro(_class_of(name))  # type: ignore[arg-type]
+        known = (of for base in bases for of, policy in POLICIES.items() if policy is base)
+        return (next(known, name),)
     parts = tuple(str(settings.get("parts", DEFAULT_PARTS)).split("+"))
     if unknown := [part for part in parts if part not in PARTS.values()]:
         raise MoejaxError(f"parts: {unknown[0]!r} is none of {', '.join(PARTS.values())}")
