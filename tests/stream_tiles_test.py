@@ -1,5 +1,6 @@
 """Tiles of the streaming kernels: which are chosen, which are refused, what they ask for."""
 
+import dataclasses
 import importlib
 import itertools
 from typing import Any
@@ -11,11 +12,13 @@ from absl.testing import parameterized
 
 from moejax.models.shapes import SHAPES
 from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, mosaic_decode
+from pallas_kernels.dequant_matmul import tiles as dense_tiles
 from pallas_kernels.gating import SWIGLU
+from pallas_kernels.grouped_dequant_matmul import tiles as grouped_tiles
 from pallas_kernels.mosaic_decode.matrix import matrix_of, tile_bytes
 from pallas_kernels.mosaic_decode.tiles import SHARED_BYTES, StreamTiles, _fitted
 from pallas_kernels.packed import PackedMatrices
-from pallas_kernels.target import SIMULATED
+from pallas_kernels.target import SIMULATED, Target
 from tests import slow
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import random_operands
@@ -151,3 +154,31 @@ class TilesTest(parameterized.TestCase):
                 tier = shape_of(bits, 64, outputs * (2 if gated else 1), inputs)
                 tiles = mosaic_decode.tiles_of_experts(x, [tier], 4 * tokens, gated, SIMULATED)
                 tiles.check(outputs)
+
+
+class MeasuredTest(parameterized.TestCase):
+    """Tiles in the tables are found for the rows that they serve, and fit the outputs."""
+
+    @parameterized.parameters(*dense_tiles.MEASURED)
+    def test_dense(self, *key):
+        capability, bits, most, outputs, inputs = key
+        weights, target = shape_of(bits, 64, outputs, inputs), Target("gpu", capability)
+        for tiles in dense_tiles.MEASURED[key]:
+            for rows in (most // 2 + 1, most):
+                found = dense_tiles.measured(rows, weights, target, (type(tiles),))
+                self.assertEqual(found, tiles)
+            assert isinstance(tiles, StreamTiles)
+            tiles.check(outputs)
+
+    @parameterized.parameters(*grouped_tiles.MEASURED)
+    def test_grouped(self, *key):
+        capability, what, bits, most, width, outputs, inputs = key
+        tiers = [shape_of(bits, 64, outputs, inputs, 4)]
+        target = Target("gpu", capability, num_processors=100)
+        for tiles in grouped_tiles.MEASURED[key]:
+            assert isinstance(tiles, StreamTiles)
+            expected = dataclasses.replace(tiles, workers=100)  # one a multiprocessor
+            for tokens in (most // 2 + 1, most):
+                found = grouped_tiles.measured(what, tokens, width, tiers, target, (StreamTiles,))
+                self.assertEqual(found, expected)
+            tiles.check(outputs // 2 if what == "gate_up" else outputs)
