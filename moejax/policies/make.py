@@ -93,7 +93,7 @@ def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
 
 
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Policies that work inside one: itself, the one that a class derives from, `compose`'s parts."""
+    """Policies that work inside one: itself, that of which a class is one, the parts of `compose`."""
     if name != "compose":
         bases = () if name in POLICIES else inspect.getmro(_class_of(name))  # type: ignore[arg-type]
         known = (of for base in bases for of, policy in POLICIES.items() if policy is base)
