@@ -338,7 +338,7 @@ def plain_memory_errors(device: jax.Device, *, waits: bool = False) -> Iterator[
     """Turns the runtime's out-of-memory error into a MoejaxError of one line.
 
     With `waits` also that of one of several GPUs, which fails or waits for another in vain. And
-    that of JAX 0.12, whose collectives map memory between GPUs, which not every machine allows.
+    that with which the collectives of JAX 0.12 failed on a machine.
     """
     try:
         yield
@@ -346,8 +346,9 @@ def plain_memory_errors(device: jax.Device, *, waits: bool = False) -> Iterator[
         reason = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
         if "ncclGetPeerDevicePointer" in reason:
             raise MoejaxError(
-                f"the collectives of JAX {jax.__version__} cannot map memory between these GPUs: "
-                "install jax[cuda13]==0.11.2 or jax[cuda12]==0.11.2, which has others"
+                f"the collectives of JAX {jax.__version__} failed between these GPUs "
+                "(ncclGetPeerDevicePointer): install jax[cuda13]==0.11.2 or jax[cuda12]==0.11.2, "
+                "which has others"
             ) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             if not waits or "CUDA_ERROR" not in str(error):

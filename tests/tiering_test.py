@@ -29,7 +29,7 @@ def chosen(policy: str, settings: dict[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Foreseeing(DynaExq):
-    """As DynaExq."""
+    """DynaExq by another name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,10 @@ def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
 
 
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Policies that work inside one: itself, that of which a class is one, the parts of `compose`."""
+    """Policies that work inside one: itself, or the parts of `compose`.
+
+    A class of the user's own counts as the policy that it derives from.
+    """
     if name != "compose":
         bases = () if name in POLICIES else inspect.getmro(_class_of(name))  # type: ignore[arg-type]
         known = (of for base in bases for of, policy in POLICIES.items() if policy is base)

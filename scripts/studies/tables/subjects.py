@@ -15,7 +15,7 @@ from scripts.studies.tables.paper import Runs, markdown_table
 from scripts.studies.tables.rows import Found, Results
 
 STUDY, FIRST, DEMO = "study3", "study", "demo"
-# Of these the first one that has rows counts.
+# The first one that has rows counts.
 NAMES = {STUDY: "the study model", FIRST: "the first study model", DEMO: "the demo model"}
 
 
