@@ -1,5 +1,7 @@
 """Cases, bars and verdicts of the studies of quality, and what they are compared with."""
 
+import re
+from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -56,6 +58,19 @@ class VerdictTest(parameterized.TestCase):
         found = quality_buddymoe.reordered(lists, np.array([[[5.0, 2, 1], [0, 7, 0]]]))
         np.testing.assert_array_equal(found.ids, [[[1, 3, -1], [2, -1, -1]]])
         np.testing.assert_array_equal(found.q, lists.q)
+
+    def test_each_measured_case_is_in_one_program_of_the_whole(self):
+        asked = [
+            line.split("|", 1)
+            for line in Path("scripts/studies/quality/all.sh").read_text().splitlines()
+            if re.match(r"[a-z]+\|", line)
+        ]
+        rows = cases.rows_of(Path("scripts/studies/quality/study3_quality.jsonl"))
+        found = {(b["section"], b["case"]) for row in rows if "case" in (b := row["baseline"])}
+        self.assertLen({section for section, _ in found}, 8)
+        for section, case in found:
+            own = [which for of, which in asked if of == section and re.search(which, case)]
+            self.assertLen(own, 1, f"{section}: {case}")
 
     def test_every_bar_names_rows_of_its_sections(self):
         claims = (*dynaexq.CLAIMS, *dymoe.claims(7), *quality_buddymoe.CLAIMS, *exact.CLAIMS)
