@@ -18,6 +18,8 @@ from scripts.studies.quality.bench import Model, Windows
 from scripts.studies.quality.cases import MET, NOT_MEASURED, NOT_MET, NOT_SHOWN, Claim, Comparison
 from scripts.studies.quality.subject import Subject
 
+QUALITY = Path(__file__).parents[1] / "scripts" / "studies" / "quality"
+
 
 class VerdictTest(parameterized.TestCase):
     nats: ClassVar = {
@@ -62,10 +64,10 @@ class VerdictTest(parameterized.TestCase):
     def test_each_measured_case_is_in_one_program_of_the_whole(self):
         asked = [
             line.split("|", 1)
-            for line in Path("scripts/studies/quality/all.sh").read_text().splitlines()
+            for line in (QUALITY / "all.sh").read_text().splitlines()
             if re.match(r"[a-z]+\|", line)
         ]
-        rows = cases.rows_of(Path("scripts/studies/quality/study3_quality.jsonl"))
+        rows = cases.rows_of(QUALITY / "study3_quality.jsonl")
         found = {(b["section"], b["case"]) for row in rows if "case" in (b := row["baseline"])}
         self.assertLen({section for section, _ in found}, 8)
         for section, case in found:
