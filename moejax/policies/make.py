@@ -5,7 +5,7 @@ import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 
 # Each a frozen dataclass whose fields are the settings.
-POLICIES: Mapping[str, Callable[..., AnyPolicy]] = {
+POLICIES: Mapping[str, type[Any]] = {
     "resident": Resident,
     "on_demand": OnDemand,
     "dynaexq": DynaExq,
@@ -31,7 +31,7 @@ PARTS = {"hotness": "dynaexq", "importance": "dymoe", "buddies": "buddymoe"}
 DEFAULT_PARTS = "dynaexq+dymoe"
 
 
-def _class_of(name: str) -> Callable[..., AnyPolicy]:
+def _class_of(name: str) -> type[Any]:
     """Finds the class of a policy: one of `POLICIES`, or "module:Class" of the user's own.
 
     The module is searched on Python's path and in the current directory.
@@ -77,7 +77,8 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     if name == "compose":
         return _composed(**given)
-    return _class_of(name)(**given)
+    made: AnyPolicy = _class_of(name)(**given)
+    return made
 
 
 def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
@@ -98,9 +99,8 @@ def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
     A class of the user's own counts as the policy that it derives from.
     """
     if name != "compose":
-        bases = () if name in POLICIES else inspect.getmro(_class_of(name))  # type: ignore[arg-type]
-        known = (of for base in bases for of, policy in POLICIES.items() if policy is base)
-        return (next(known, name),)
+        names = {policy: known for known, policy in POLICIES.items()}
+        return (next((names[of] for of in _class_of(name).mro() if of in names), name),)
     parts = tuple(str(settings.get("parts", DEFAULT_PARTS)).split("+"))
     if unknown := [part for part in parts if part not in PARTS.values()]:
         raise MoejaxError(f"parts: {unknown[0]!r} is none of {', '.join(PARTS.values())}")
@@ -136,8 +136,7 @@ def settings_of(name: str, parts: Sequence[str] = tuple(PARTS.values())) -> dict
         for part in reversed(parts):
             found |= settings_of(part)
         return found
-    fields = dataclasses.fields(_class_of(name))  # type: ignore[arg-type]
-    return {field.name: field.default for field in fields}
+    return {field.name: field.default for field in dataclasses.fields(_class_of(name))}
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
