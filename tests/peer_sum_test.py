@@ -20,7 +20,7 @@ SIZES = ((1, 2048), (3, 2880), (5, 37), (64, 4096))  # the last one is the longe
 # Of two GPUs one alone runs the kernel, which waits for a tenth of a second.
 ALONE = """
 import jax, jax.numpy as jnp, numpy as np
-from pallas_kernels import peer_sum, sum_mailbox
+from pallas_kernels import peer_sum
 from pallas_kernels.peer_sum import triton
 triton.TIMEOUT_NS = 100_000_000
 mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("shares",))

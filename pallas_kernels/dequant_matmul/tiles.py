@@ -15,9 +15,8 @@ MAX_DECODE_ROWS = 32  # rows of x up to which one tile holds them all
 MAX_ROW_OUTPUTS = 1023  # of products by `RowTiles`; more outputs fill a device with large tiles
 MAX_ROW_VALUES = 8192  # of W, of one of their programs
 ROW_WARP_VALUES = 1024  # of a warp: 32 a thread
-# Rows of x that a program takes one after the other. A router of 128 x 2,048 takes 16 rows in 7.5
-# us by eights, 5.0 by fours, under 3.1 by twos (H200, jax 0.11.2, 2026-11-28); other sizes were not
-# measured.
+# Rows of x, one after the other: a router of 128 x 2,048 takes 16 in 7.5 us by eights, in 5.0 by
+# fours, in under 3.1 by twos (H200, jax 0.11.2, 2026-11-28; no other size was measured).
 ROW_BLOCK_M = 2
 # Shared memory that a program may use (CUDA programming guide, table of
 # compute capabilities), and what Triton needs beside the stages of its pipeline.
