@@ -33,6 +33,13 @@ def _buddies(name: str, slots: int, **settings: Any) -> tuple[str, ...]:
             "policy.emulate=True", f"policy.slots={slots}")  # fmt: skip
 
 
+def _composed(slots: int) -> tuple[str, ...]:
+    """DyMoE 4/0 with buddies, experts in INT4 in so many slots of 16."""
+    settings = "parts=dymoe+buddymoe retention=0.75 low=skip prefetch=0 rho=3 background_bytes=0"
+    return ("policy.name=compose", f"policy.settings={settings}", "policy.tiers=int4",
+            "policy.emulate=True", f"policy.slots={slots}")  # fmt: skip
+
+
 _RANDOM = _POLICY.format("buddymoe", "MatchedRandom")
 METHODS: dict[str, tuple[str, ...]] = {
     "exact": (),
@@ -48,9 +55,19 @@ METHODS: dict[str, tuple[str, ...]] = {
     "DyMoE 4/2, r = 0.9": _dymoe(0.9),
     "DyMoE 4/0, r = 0.9": _dymoe(0.9, "low=skip"),
     "DyMoE 4/2, r = 0.75, by load": _dymoe(0.75, "selection=load"),
+    "BuddyMoE c = 0.375, rho 3": _buddies("buddymoe", 6, rho=3),
+    "random c = 0.375, rho 3": _buddies(_RANDOM, 6, rho=3),
+    **{f"BuddyMoE c = {slots / 16:g}, rho 4": _buddies("buddymoe", slots, rho=4)
+       for slots in (12, 8, 6)},
+    "DyMoE 4/0 + BuddyMoE c = 0.5": _composed(8),
+    "MiLo INT3": (),
+}
+# Flags of `moejax.quantize`, for methods that read a checkpoint of their own.
+QUANTIZED = {
+    "MiLo INT3": ("method=none", "rank=Uniform-0", "rules=*experts*: method=milo bits=3 rank=16")
 }
 ALL = "mean of the tasks"
-BATCH = 16  # documents at once, but by DyMoE: it ranks experts by all tokens of a prompt
+BATCH = 16  # documents at once; under a policy, which decides by all tokens of a prompt, one
 
 
 def _wrong(*terms: tuple[float, str], margin: float = 0.0) -> Comparison:
@@ -82,7 +99,7 @@ CLAIMS = (
             f"loses at most {share} of what random experts lose for the same pairs",
             (_wrong((1, f"BuddyMoE c = {rate}, rho 3"), (-share, f"random c = {rate}, rho 3"),
                     (share - 1, "exact")),))
-      for rate, table, share in ((0.75, 2, 0.216), (0.5, 3, 0.198))),
+      for rate, table, share in ((0.75, 2, 0.216), (0.5, 3, 0.198), (0.375, 4, 0.157))),
 )  # fmt: skip
 
 
@@ -139,9 +156,15 @@ def wrong_of(rows: Iterable[Mapping[str, Any]], label: str) -> dict[str, Sequenc
 
 def batch_of(method: str) -> int:
     """Documents at once."""
-    return 1 if method.startswith("DyMoE") else BATCH
+    return 1 if METHODS[method] else BATCH
+
+
+def checkpoint_of(method: str, checkpoint: str) -> str:
+    """The checkpoint that a method reads, beside the model's where it has its own."""
+    return f"{checkpoint}-{method.replace(' ', '-')}" if method in QUANTIZED else checkpoint
 
 
 def arguments_of(method: str, checkpoint: str) -> str:
     """Model arguments of lm_eval."""
-    return ",".join([f"pretrained={checkpoint}", "dtype=float32", *METHODS[method]])
+    read = checkpoint_of(method, checkpoint)
+    return ",".join([f"pretrained={read}", "dtype=float32", *METHODS[method]])

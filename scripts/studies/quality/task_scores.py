@@ -25,10 +25,12 @@ from scripts.studies.quality.cases import describe, rows_of, standard_error
 from scripts.studies.quality.task_cases import (
     CLAIMS,
     METHODS,
+    QUANTIZED,
     TASKS,
     Scored,
     arguments_of,
     batch_of,
+    checkpoint_of,
     packed,
     wrong_of,
 )
@@ -95,6 +97,8 @@ def _measure(clock: float, output: Path) -> bool:
     ]
     if any("buddymoe" in " ".join(METHODS[method]) for method in missing):
         _profile()
+    for method in QUANTIZED.keys() & {*missing}:
+        _quantize(method)
     report = Report(_device(), "", _OUTPUT.value, ("moejax", "jax", "jaxlib", "lm_eval"))
     is_whole = True
 
@@ -128,6 +132,17 @@ def _profile() -> None:
         subprocess.run(
             [sys.executable, "-m", "moejax.profile_experts",
              f"--config.checkpoint={_CHECKPOINT.value}"], check=True,
+        )  # fmt: skip
+
+
+def _quantize(method: str) -> None:
+    """Makes the checkpoint that a method reads, unless it is there."""
+    output = checkpoint_of(method, _CHECKPOINT.value)
+    if not (Path(output) / "config.json").exists():
+        flags_given = (f"--config.{flag}" for flag in QUANTIZED[method])
+        subprocess.run(
+            [sys.executable, "-m", "moejax.quantize", f"--config.checkpoint={_CHECKPOINT.value}",
+             f"--config.output={output}", *flags_given], check=True,
         )  # fmt: skip
 
 
