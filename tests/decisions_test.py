@@ -8,6 +8,7 @@ import pytest
 from absl.testing import absltest
 
 from moejax.files.result_rows import ResultRow, append_rows
+from scripts.studies.quality.task_cases import TASKS
 from scripts.studies.tables import decisions
 
 SHAPE = "Qwen3-30B-A3B"
@@ -82,9 +83,30 @@ class DecisionsTest(absltest.TestCase):
     def test_what_has_no_row_is_named_and_not_drawn(self):
         _, points, missing = self.joined(quality=QUALITY[:-1])  # no share near 0.7
         self.assertEqual(points["BuddyMoE", 12].scored, {})
-        self.assertIn("BuddyMoE, 12 GiB: not scored at a share of 0.70", missing)
+        self.assertIn("BuddyMoE, 12 GiB: not scored at a share of 0.70: wikitext-2", missing)
         self.assertIn("MiLo INT3, 24 GiB: not timed", missing)
         self.assertNotIn("DynaExq 4/2, 6 GiB: not timed", missing)  # refused, with the reason
+
+    def test_tasks_are_of_the_model_that_has_most_methods(self):
+        def of(method, label, *right):
+            return [
+                row(f"tasks | {task} | {method} | {label}", figure, "acc_norm")
+                for task, figure in zip(TASKS, right, strict=False)
+            ]
+
+        rows = [
+            *of("INT4", "study3", 0.3, 0.3, 0.3),
+            *of("INT4", "study4", 0.4, 0.5, 0.6), *of("BuddyMoE c = 0.5, rho 3", "study4", 0, 0, 1),
+            *of("BuddyMoE c = 0.75, rho 3", "study4", 0.9), *of("INT4", "other", 0.1),
+        ]  # fmt: skip
+        label, found = decisions.task_scores(rows)
+        self.assertEqual(label, "study4")
+        text = decisions.OF_TASKS
+        self.assertEqual(found.keys(), {(text, "INT4"), (text, "BuddyMoE")})
+        [one], [buddies] = found[text, "INT4"], found[text, "BuddyMoE"]
+        self.assertAlmostEqual(one.figure, 50)
+        self.assertEqual((one.share, buddies.share), (0, 0.5))
+        self.assertAlmostEqual(one.goodness, 50)
 
     def test_the_best_of_a_budget_are_beaten_by_none(self):
         _, points, _ = self.joined()

@@ -57,14 +57,26 @@ METHODS: dict[str, tuple[str, ...]] = {
     "DyMoE 4/2, r = 0.75, by load": _dymoe(0.75, "selection=load"),
     "BuddyMoE c = 0.375, rho 3": _buddies("buddymoe", 6, rho=3),
     "random c = 0.375, rho 3": _buddies(_RANDOM, 6, rho=3),
-    **{f"BuddyMoE c = {slots / 16:g}, rho 4": _buddies("buddymoe", slots, rho=4)
-       for slots in (12, 8, 6)},
+    **{
+        f"BuddyMoE c = {slots / 16:g}, rho 4": _buddies("buddymoe", slots, rho=4)
+        for slots in (12, 8, 6)
+    },
     "DyMoE 4/0 + BuddyMoE c = 0.5": _composed(8),
     "MiLo INT3": (),
 }
 # Flags of `moejax.quantize`, for methods that read a checkpoint of their own.
 QUANTIZED = {
     "MiLo INT3": ("method=none", "rank=Uniform-0", "rules=*experts*: method=milo bits=3 rank=16")
+}
+# Methods of the picture that `tables.decide` draws: its name, and the share of experts in slots.
+IN_PICTURE = {
+    "exact": ("bf16", 0.0),
+    **{name: (name, 0.0) for name in ("INT4", "INT3", "INT2", "MiLo INT3")},
+    **{f"DyMoE {low}, r = 0.75": (f"DyMoE {low}", 0.0) for low in ("4/2", "4/0")},
+    "DynaExq 4/2, a half hot": ("DynaExq 4/2", 0.5),
+    "DynaExq 4/2, a quarter hot": ("DynaExq 4/2", 0.25),
+    **{f"BuddyMoE c = {rate:g}, rho 3": ("BuddyMoE", rate) for rate in (0.75, 0.5, 0.375)},
+    "DyMoE 4/0 + BuddyMoE c = 0.5": ("DyMoE 4/0 + BuddyMoE", 0.5),
 }
 ALL = "mean of the tasks"
 BATCH = 16  # documents at once; under a policy, which decides by all tokens of a prompt, one

@@ -1,7 +1,7 @@
 """Scores of tasks under policies and in low precisions, document by document.
 
     python -m scripts.studies.quality.task_scores --checkpoint=RUN/model --label=study \
-        --data=DIR/eval --work_dir=WORK --parallel=8 \
+        --data=DIR/eval --work_dir=WORK \
         --output=scripts/studies/quality/task_scores.jsonl  # gpu
     python -m scripts.studies.quality.task_scores --label=study --output=rows.jsonl --judge_only
 
@@ -12,10 +12,8 @@ tasks. A row keeps which documents were right, so methods are compared document 
 stand in `task_cases.py` and are printed first; methods that the output has are passed over.
 """
 
-import concurrent.futures
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from absl import app, flags
@@ -44,8 +42,6 @@ _WORK_DIR = flags.DEFINE_string("work_dir", "", "folder of the runs' own output"
 _TASKS = flags.DEFINE_list("tasks", list(TASKS), "tasks with the metric acc_norm")
 _METHODS = flags.DEFINE_multi_enum("methods", list(METHODS), list(METHODS), "which methods")
 _DOCUMENTS = flags.DEFINE_integer("documents", 1000, "documents of a task, the first ones, at most")
-_PARALLEL = flags.DEFINE_integer("parallel", 1, "runs at once")
-_BUDGET = flags.DEFINE_float("time_budget_s", 0, "begin no method after so long; 0: no limit")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
 _PLATFORM = flags.DEFINE_string("platform", "auto", "auto, cpu, gpu")
 _JUDGE = flags.DEFINE_bool("judge_only", False, "measure nothing, print the verdicts of the rows")
@@ -76,10 +72,10 @@ def score(method: str) -> dict[str, Scored] | str:
 def main(argv: list[str]) -> None:
     """Measures the methods that the output lacks, writes rows, prints verdicts."""
     del argv
-    clock, output = time.perf_counter(), Path(_OUTPUT.value)
+    output = Path(_OUTPUT.value)
     for bar in CLAIMS:
         print(f"bar: {bar.paper}, {bar.said} ({bar.where}): {bar.bar}")
-    is_done = _JUDGE.value or _measure(clock, output)
+    is_done = _JUDGE.value or _measure(output)
     for line in describe(CLAIMS, wrong_of(rows_of(output), _LABEL.value)):
         print(line.replace("nats a token", "of the answers"))
     if not is_done:
@@ -87,42 +83,30 @@ def main(argv: list[str]) -> None:
         sys.exit(MORE)
 
 
-def _measure(clock: float, output: Path) -> bool:
-    """Runs what is missing, some methods at once; returns whether all are there."""
-    done = {row["what"] for row in rows_of(output)}
-    missing = [
-        method
-        for method in _METHODS.value
-        if any(_what(task, method) not in done for task in _TASKS.value)
-    ]
-    if any("buddymoe" in " ".join(METHODS[method]) for method in missing):
-        _profile()
-    for method in QUANTIZED.keys() & {*missing}:
-        _quantize(method)
+def _measure(output: Path) -> bool:
+    """Runs what is missing; returns whether all are there."""
+    done, is_whole = {row["what"] for row in rows_of(output)}, True
     report = Report(_device(), "", _OUTPUT.value, ("moejax", "jax", "jaxlib", "lm_eval"))
-    is_whole = True
-
-    def run(method: str) -> dict[str, Scored] | str:
-        if _BUDGET.value and time.perf_counter() - clock > _BUDGET.value:
-            return "not begun: the time is up"
-        return score(method)
-
-    with concurrent.futures.ThreadPoolExecutor(_PARALLEL.value) as pool:
-        running = {pool.submit(run, method): method for method in missing}
-        for future in concurrent.futures.as_completed(running):
-            method, found = running[future], future.result()
-            if isinstance(found, str):
-                print(f"{method}: {found}", flush=True)
-                is_whole = False
-                continue
-            for task, scored in found.items():
-                report.add(
-                    _what(task, method), float(scored.right.mean()), "acc_norm",
-                    **{"standard error": standard_error(scored.right.astype(float)),
-                       "acc": scored.plain, "documents": len(scored.right),
-                       "right": packed(scored.right), "batch": batch_of(method),
-                       "model arguments": arguments_of(method, Path(_CHECKPOINT.value).name)},
-                )  # fmt: skip
+    for method in _METHODS.value:
+        if all(_what(task, method) in done for task in _TASKS.value):
+            continue
+        if "buddymoe" in " ".join(METHODS[method]):
+            _profile()
+        if method in QUANTIZED:
+            _quantize(method)
+        found = score(method)
+        if isinstance(found, str):
+            print(f"{method}: {found}", flush=True)
+            is_whole = False
+            continue
+        for task, scored in found.items():
+            report.add(
+                _what(task, method), float(scored.right.mean()), "acc_norm",
+                **{"standard error": standard_error(scored.right.astype(float)),
+                   "acc": scored.plain, "documents": len(scored.right),
+                   "right": packed(scored.right), "batch": batch_of(method),
+                   "model arguments": arguments_of(method, Path(_CHECKPOINT.value).name)},
+            )  # fmt: skip
     return is_whole
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from moejax.files.result_rows import ResultRow, read_rows
+from scripts.studies.quality.task_cases import IN_PICTURE, TASKS
 from scripts.studies.speed.configurations import BUDGETS
 from scripts.studies.speed.configurations import DECIDE as METHODS
 from scripts.studies.tables.drawing import STYLES, Canvas
@@ -17,6 +18,7 @@ UNQUANTIZED = "bf16"
 NEAR = 1 / 16  # of the experts, between the share that was timed and the one that was scored
 NOT_TIMED, NOT_SCORED = "not timed", "not scored"
 SHARE = "experts in slots"  # a figure of the benchmark, percent
+OF_TASKS, RIGHT = "mean of the tasks", "% right"
 Scores = Mapping[tuple[str, str], Sequence["Scored"]]  # by text and method
 _AT = r", batch 1, (?P<gib>[\d.]+) GiB"
 _WHY = r": (?P<why>.*)"
@@ -106,6 +108,27 @@ def qualities(rows: Iterable[ResultRow]) -> tuple[str, dict[tuple[str, str], lis
     return label, by_label.get(label, {})
 
 
+def task_scores(rows: Iterable[ResultRow]) -> tuple[str, dict[tuple[str, str], list[Scored]]]:
+    """The label of the model that has most of the methods, and their mean scores, like a text's."""
+    by_label: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        section, *parts = row.what.split(" | ")
+        if section == "tasks" and parts[1] in IN_PICTURE:
+            task, method, label = parts
+            by_label.setdefault(label, {}).setdefault(method, {})[task] = row.figure
+    whole = {
+        label: {method: of for method, of in methods.items() if {*TASKS} <= of.keys()}
+        for label, methods in by_label.items()
+    }
+    label = max(whole, key=lambda label: len(whole[label]), default="")
+    found: dict[tuple[str, str], list[Scored]] = {}
+    for name, of in whole.get(label, {}).items():
+        method, share = IN_PICTURE[name]
+        mean = 100 * sum(of[task] for task in TASKS) / len(TASKS)
+        found.setdefault((OF_TASKS, method), []).append(Scored(mean, RIGHT, share))
+    return label, found
+
+
 def nearest(scored: Sequence[Scored], share: float) -> Scored | None:
     """The quality at a share; None where none is near."""
     if any(one.share == 0 for one in scored):
@@ -131,9 +154,9 @@ def join(
                 continue
             of = {text: nearest(scored.get((text, method), ()), one.share) for text in texts}
             known = {text: quality for text, quality in of.items() if quality is not None}
-            if len(known) < max(1, len(texts)):
+            if lacking := ", ".join(text for text in texts if text not in known):
                 at = "" if math.isnan(one.share) else f" at a share of {one.share:.2f}"
-                missing.append(f"{method}, {gib:g} GiB: {NOT_SCORED}{at}")
+                missing.append(f"{method}, {gib:g} GiB: {NOT_SCORED}{at}: {lacking}")
             points.append(Joined(method, gib, one, known))
     return points, missing
 
@@ -154,16 +177,17 @@ def best(points: Sequence[Joined], text: str) -> set[tuple[str, float]]:
     return found
 
 
-def caption(shape: str, label: str, points: Sequence[Joined]) -> str:
-    """Says where both axes are from."""
+def caption(shape: str, label: str, of_tasks: str, points: Sequence[Joined]) -> str:
+    """Says where both axes are from; `of_tasks` is the label of the model whose tasks count."""
     devices, routing = (
         " and ".join(sorted({getattr(point.timed, name) for point in points})) or "no rows"
         for name in ("device", "routing")
     )
+    other = f" (tasks: {NAMES.get(of_tasks, of_tasks)})" if of_tasks not in ("", label) else ""
     return (
         f"Tokens a second: {shape}, random weights, attention in INT4, a sequence at a time; "
-        f"routing {routing}; {devices}. Quality: {NAMES.get(label, 'no model yet')} under the "
-        "same methods, experts in INT4 where a method says nothing else. Numbers at points are GiB."
+        f"routing {routing}; {devices}. Quality: {NAMES.get(label, 'no model yet')}{other} under "
+        "the same methods, experts in INT4 where a method says nothing else. Points have GiB."
     )
 
 
@@ -194,10 +218,10 @@ def draw(canvas: Canvas, shape: str, points: Sequence[Joined], scored: Scores) -
 
 
 def page(
-    shape: str, label: str, timed: Mapping[tuple[str, float], Timed], points: Sequence[Joined],
+    said: str, timed: Mapping[tuple[str, float], Timed], points: Sequence[Joined],
     missing: Sequence[str],
 ) -> str:  # fmt: skip
-    """Caption, a table by method and budget, and what is missing."""
+    """The caption that is `said`, a table by method and budget, and what is missing."""
     gibs = sorted({*BUDGETS, *(gib for _, gib in timed)})
     texts = list(dict.fromkeys(text for point in points for text in point.scored))
     lead = best(points, texts[0]) if texts else set()
@@ -211,12 +235,12 @@ def page(
                 cells.append(one.refusal if one else NOT_TIMED)
                 continue
             quality = [f"{point.scored[text].figure:.2f}" for text in texts if text in point.scored]
-            said = f"{point.timed.tokens_per_s:.0f}: {' / '.join(quality) or NOT_SCORED}"
-            cells.append(f"**{said}**" if (method, gib) in lead else said)
+            cell = f"{point.timed.tokens_per_s:.0f}: {' / '.join(quality) or NOT_SCORED}"
+            cells.append(f"**{cell}**" if (method, gib) in lead else cell)
         rows.append(cells)
     head = ["method", *(f"{gib:g} GiB" for gib in gibs)]
-    cell = f"A cell is tokens a second: {' / '.join(texts) or 'quality'}."
-    parts = [caption(shape, label, points), cell, markdown_table(head, rows)]
+    meaning = f"A cell is tokens a second: {' / '.join(texts) or 'quality'}."
+    parts = [said, meaning, markdown_table(head, rows)]
     if missing:
         parts.append("\n".join(["Missing:", "", *(f"- {line}" for line in missing)]))
     return "\n\n".join(parts) + "\n"
@@ -227,11 +251,14 @@ def make(
 ) -> tuple[Path, Path]:
     """Writes the table, and the picture where there is a point that has both axes."""
     timed = speeds((row for path in speed for row in read_rows(path)), shape)
-    label, scored = qualities(row for path in quality for row in read_rows(path))
+    rows = [row for path in quality for row in read_rows(path)]
+    (label, scored), (of_tasks, by_tasks) = qualities(rows), task_scores(rows)
+    scored |= by_tasks
     points, missing = join(timed, scored)
     table, picture = output / f"decide_{shape}.md", output / f"decide_{shape}.png"
     output.mkdir(parents=True, exist_ok=True)
-    table.write_text(page(shape, label, timed, points, missing))
+    said = caption(shape, label, of_tasks, points)
+    table.write_text(page(said, timed, points, missing))
     if any(point.scored for point in points):
         Canvas.save(lambda canvas: draw(canvas, shape, points, scored), picture)
     else:
