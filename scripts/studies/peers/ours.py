@@ -112,13 +112,15 @@ def cases(
         for routing in routings:
             yield case(BF16, (gib,), routing, "one", 120)
     if CONFIGS[shape].family == freetoken.FAMILY:
-        for gib in (0, LONG_GIB[shape]) if budgets else (0,):
+        served = [(4, gib) for gib in ((0, LONG_GIB[shape]) if budgets else (0,))]
+        for bits, gib in served + [(BF16, gib) for gib in LARGE.get(shape, ())]:
             limit = f"{gib:g} GiB" if gib else "all on the device"
             depth = layers or CONFIGS[shape].num_layers
-            about = f"{shape}, {depth} layers, {FORMS[4]}, {limit}, {OWN}"
+            about = f"{shape}, {depth} layers, {FORMS[bits]}, {limit}, {OWN}"
             run = functools.partial(
-                _serve, shape=shape, layers=layers, gib=gib, tokens=tokens[0], platform=platform
-            )
+                _serve, shape=shape, layers=layers, bits=bits, gib=gib, tokens=tokens[0],
+                platform=platform,
+            )  # fmt: skip
             yield Case(NAME, f"{about} | server", 200, run)
 
 
@@ -186,9 +188,9 @@ def of_record(text: str, length: int, abouts: Mapping[float, str]) -> Iterator[F
 
 
 def _serve(
-    place: Place, *, shape: str, layers: int, gib: float, tokens: int, platform: str
+    place: Place, *, shape: str, layers: int, bits: int, gib: float, tokens: int, platform: str
 ) -> list[Figure]:
-    checkpoint = freetoken.checkpoint(place, shape, layers, bits=4)
+    checkpoint = freetoken.checkpoint(place, shape, layers, bits)
     words = [
         sys.executable, "-m", "moejax.serve", f"--config.platform={platform}",
         f"--config.checkpoint={checkpoint}", "--config.port={port}",
