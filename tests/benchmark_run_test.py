@@ -8,12 +8,15 @@ import re
 from typing import Any
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from absl.testing import parameterized
 
 from moejax import benchmark
-from moejax.benchmarking import running
+from moejax.benchmarking import models, running
+from moejax.config.benchmark import BenchmarkConfig
+from moejax.experts.budget.planned import EMBEDDINGS_LEAF
 from moejax.files import result_rows as results
 from moejax.routing.trace import trace_of_replay, write_trace
 from tests import commands, tiny_engine
@@ -210,6 +213,16 @@ class ShapeTest(Case):
         status, _, err = run(**sizes, **{"memory.device_gib": 0.0001})
         self.assertEqual(status, 1)
         self.assertRegex(err, f"error: .* the smallest that would do is {least[1]} GiB")
+
+    def test_embeddings_come_back_from_host_memory(self):
+        """They do for a larger budget; `device_put` from pinned memory needs a place's kind."""
+        device = jax.devices("cpu")[0]
+        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        made: Any = models.models_of(BenchmarkConfig(shape="tiny", platform="cpu"))
+        with mock.patch.object(models, "host_place", return_value=pinned):
+            for on_host, kind in ((True, "pinned_host"), (False, "device")):
+                made._place_embeddings(on_host=on_host)
+                self.assertEqual(made._dense[EMBEDDINGS_LEAF].sharding.memory_kind, kind)
 
     @pytest.mark.slow
     def test_a_policy_tells_its_gate_mass(self):

@@ -389,7 +389,9 @@ class _ShapeModels:
     def _place_embeddings(self, *, on_host: bool) -> None:
         """Moves the embeddings to where a budget has them: host memory or the device."""
         if on_host != self._embeddings_on_host:
-            place = host_place(self.device) if on_host else self.device
+            kind = self.device.default_memory().kind
+            place = jax.sharding.SingleDeviceSharding(self.device, memory_kind=kind)
+            place = host_place(self.device) if on_host else place
             leaf = jax.device_put(self._dense[EMBEDDINGS_LEAF], place)
             self._dense = {**self._dense, EMBEDDINGS_LEAF: leaf}
             self._embeddings_on_host = on_host
