@@ -1,7 +1,7 @@
 """Writes what of docs/ and RESULTS.md is made from the code and from committed rows.
 
     python -m scripts.make_documents
-    python -m scripts.make_documents --figures      # the picture of the peers too
+    python -m scripts.make_documents --figures      # two pictures too
 
 A region between `<!-- made: NAME -->` and `<!-- end -->` is replaced by what is made under that
 name, and so is what stands between two such marks in one line; the rest of a page is written by
@@ -16,12 +16,23 @@ from pathlib import Path
 
 from absl import app, flags
 
+from moejax.files.result_rows import read_rows
 from scripts.documents import api_reference, config_tables, measured, messages
 from scripts.documents.commands import ROOT
 from scripts.studies.peers import budgets, llama_cpp, ours
 from scripts.studies.peers import section as peers
 from scripts.studies.tables import results
+from scripts.studies.tables.decisions import Picture
 from scripts.studies.tables.rows import Results
+
+STUDIES = ROOT / "scripts/studies"
+
+
+@functools.cache
+def _picture() -> Picture:
+    speed, quality = "speed/decide_h200.jsonl", "quality/study3_quality.jsonl"
+    return Picture("Qwen3-30B-A3B", *(list(read_rows(STUDIES / one)) for one in (speed, quality)))
+
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configs": config_tables.tables,
@@ -33,12 +44,13 @@ REGIONS: dict[str, Callable[[], str]] = {
     "peers llama": lambda: budgets.in_line(peers.all_rows(), llama_cpp.NAME),
     "peers bars": lambda: budgets.bars(peers.all_rows()),
     "peers new models": lambda: budgets.by_budget(peers.all_rows(), ours.NEW_MODELS),
+    "what to run": lambda: _picture().text(),
     "peers whole": lambda: peers.whole(peers.all_rows()),
 }
 FIGURES = ROOT / "docs/figures"
 _REGION = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _IN_LINE = re.compile(r"(<!-- made: ([\w ]+) -->)(?!\n)[^\n]*?(<!-- end -->)")
-_FIGURES = flags.DEFINE_bool("figures", False, "draw the picture of the peers too")
+_FIGURES = flags.DEFINE_bool("figures", False, "draw the two pictures, too")
 
 
 def pages() -> list[Path]:
@@ -76,7 +88,7 @@ def main(argv: list[str]) -> None:
             page.write_text(new, encoding="utf-8")
             print(f"written: {page.relative_to(ROOT)}")
     if _FIGURES.value:
-        drawn = peers.draw(peers.all_rows(), FIGURES)
+        drawn = [*peers.draw(peers.all_rows(), FIGURES), _picture().save(FIGURES)]
         print(f"{len(drawn)} figures: {sum(one.stat().st_size for one in drawn) / 1e3:.0f} kB")
 
 

@@ -1,5 +1,7 @@
 """The picture of a shape: rows that the test makes, joined; what is missing is named."""
 
+import dataclasses
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from absl.testing import absltest
 
 from moejax.files.result_rows import ResultRow, append_rows
 from scripts.studies.quality.task_cases import TASKS
+from scripts.studies.speed import decide
 from scripts.studies.tables import decisions
 
 SHAPE = "Qwen3-30B-A3B"
@@ -83,9 +86,10 @@ class DecisionsTest(absltest.TestCase):
     def test_what_has_no_row_is_named_and_not_drawn(self):
         _, points, missing = self.joined(quality=QUALITY[:-1])  # no share near 0.7
         self.assertEqual(points["BuddyMoE", 12].scored, {})
-        self.assertIn("BuddyMoE, 12 GiB: not scored at a share of 0.70: wikitext-2", missing)
-        self.assertIn("MiLo INT3, 24 GiB: not timed", missing)
-        self.assertNotIn("DynaExq 4/2, 6 GiB: not timed", missing)  # refused, with the reason
+        why = "BuddyMoE, not scored at its share of the experts: wikitext-2"
+        self.assertEqual(missing[why], [12])
+        self.assertEqual(missing["MiLo INT3, not timed"], [6, 8, 12, 16, 24])
+        self.assertEqual(missing["DynaExq 4/2, refused: 6 GiB hold none"], [6])
 
     def test_tasks_are_of_the_model_that_has_most_methods(self):
         def of(method, label, *right):
@@ -118,17 +122,25 @@ class DecisionsTest(absltest.TestCase):
              ("BuddyMoE", 12)},
         )  # fmt: skip
 
+    def test_a_method_is_timed_again_unless_every_budget_has_a_row(self):
+        """A run that ends early has rows of some."""
+        output = Path(self.enterContext(tempfile.TemporaryDirectory())) / "rows.jsonl"
+        command = ["x", "--config.budgets=(6,8,)"]
+        rows = [dataclasses.replace(one, command=shlex.join(command)) for one in SPEED]
+        append_rows(output, rows[:2])
+        self.assertFalse(decide.has_rows(output, command))
+        append_rows(output, rows[4:6])
+        self.assertTrue(decide.has_rows(output, command))
+        self.assertFalse(decide.has_rows(output, ["y"]))
+
     @pytest.mark.slow
-    def test_files_are_written(self):
+    def test_the_table_and_the_picture(self):
         folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
-        append_rows(folder / "speed.jsonl", SPEED)
-        append_rows(folder / "quality.jsonl", QUALITY)
-        files = [folder / "speed.jsonl"], [folder / "quality.jsonl"]
-        table, picture = decisions.make(SHAPE, *files, folder)
-        self.assertTrue(picture.read_bytes().startswith(b"\x89PNG"))
-        text = table.read_text()
+        picture = decisions.Picture(SHAPE, SPEED, QUALITY)
+        self.assertTrue(picture.save(folder).read_bytes().startswith(b"\x89PNG"))
+        text = picture.text()
         self.assertIn("the demo model", text)
-        self.assertIn("| INT3 | 100: 22.00 |", text)
-        self.assertIn("| **200: 25.00** |", text)
-        self.assertIn("| 6 GiB hold none |", text)
-        self.assertIn("- MiLo INT3, 24 GiB: not timed", text)
+        self.assertIn("| INT3 | 100: 22.0 |", text)
+        self.assertIn("| **200: 25.0** |", text)
+        self.assertIn("| DynaExq 4/2 | refused |", text)
+        self.assertIn("- MiLo INT3, not timed: under 6, 8, 12, 16, 24 GiB", text)

@@ -10,6 +10,7 @@ says why. Further `--config.` flags go to every run. Methods that the output has
 the same command goes on where it stopped, and ends with status 3 while there is more to do.
 """
 
+import re
 import shlex
 import subprocess
 import sys
@@ -48,13 +49,17 @@ def main(argv: list[str]) -> None:
         # Its status is 1 where every budget is refused, which its rows say.
         subprocess.run([sys.executable, *command[1:]], check=False)
         if not has_rows(output, command):
-            sys.exit(f"error: {method} gave no row")
+            sys.exit(f"error: {method} gave no row, or none of a budget")
 
 
 def has_rows(output: Path, command: list[str]) -> bool:
-    """Whether a file has rows of a command."""
-    said = shlex.join(command)
-    return output.is_file() and any(row.command == said for row in read_rows(output))
+    """Whether a file has rows of a command, of each of its budgets."""
+    said, found = shlex.join(command), ""
+    if output.is_file():
+        found = " ".join(row.what for row in read_rows(output) if row.command == said)
+    budgets = next((word for word in command if word.startswith("--config.budgets=")), "")
+    gibs = [gib for gib in re.findall(r"\d[\d.]*", budgets) if float(gib)]
+    return bool(found) and all(f", batch 1, {gib} GiB" in found for gib in gibs)
 
 
 if __name__ == "__main__":

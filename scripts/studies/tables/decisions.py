@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from moejax.files.result_rows import ResultRow, read_rows
+from moejax.files.result_rows import ResultRow
 from scripts.studies.quality.task_cases import IN_PICTURE, TASKS
 from scripts.studies.speed.configurations import BUDGETS
 from scripts.studies.speed.configurations import DECIDE as METHODS
@@ -139,24 +139,23 @@ def nearest(scored: Sequence[Scored], share: float) -> Scored | None:
 
 def join(
     timed: Mapping[tuple[str, float], Timed], scored: Scores
-) -> tuple[list[Joined], list[str]]:
-    """Points by method and budget, and what is missing, in words."""
-    points, missing = [], []
+) -> tuple[list[Joined], dict[str, list[float]]]:
+    """Points by method and budget; and by what is missing or refused, in words, the budgets."""
+    points: list[Joined] = []
+    missing: dict[str, list[float]] = {}
     texts = list(dict.fromkeys(text for text, _ in scored))
-    gibs = sorted({*BUDGETS, *(gib for _, gib in timed)})
     for method in METHODS:
-        for gib in gibs:
+        for gib in sorted({*BUDGETS, *(gib for _, gib in timed)}):
             one = timed.get((method, gib))
-            if one is None:
-                missing += [f"{method}, {gib:g} GiB: {NOT_TIMED}"] if gib in BUDGETS else []
-                continue
-            if one.refusal:
+            if one is None or one.refusal:
+                why = NOT_TIMED if one is None else f"refused: {one.refusal}"
+                missing.setdefault(f"{method}, {why}", []).append(gib)
                 continue
             of = {text: nearest(scored.get((text, method), ()), one.share) for text in texts}
             known = {text: quality for text, quality in of.items() if quality is not None}
             if lacking := ", ".join(text for text in texts if text not in known):
-                at = "" if math.isnan(one.share) else f" at a share of {one.share:.2f}"
-                missing.append(f"{method}, {gib:g} GiB: {NOT_SCORED}{at}: {lacking}")
+                why = f"{method}, {NOT_SCORED} at its share of the experts: {lacking}"
+                missing.setdefault(why, []).append(gib)
             points.append(Joined(method, gib, one, known))
     return points, missing
 
@@ -177,17 +176,15 @@ def best(points: Sequence[Joined], text: str) -> set[tuple[str, float]]:
     return found
 
 
-def caption(shape: str, label: str, of_tasks: str, points: Sequence[Joined]) -> str:
-    """Says where both axes are from; `of_tasks` is the label of the model whose tasks count."""
-    devices, routing = (
-        " and ".join(sorted({getattr(point.timed, name) for point in points})) or "no rows"
-        for name in ("device", "routing")
-    )
+def caption(label: str, of_tasks: str, shape: str, points: Sequence[Joined]) -> str:
+    """Says where both axes are from; the labels are of the models that were scored."""
+    devices = " and ".join(sorted({point.timed.device for point in points})) or "no rows"
+    routings = dict.fromkeys(point.timed.routing.partition(" (all")[0] for point in points)
     other = f" (tasks: {NAMES.get(of_tasks, of_tasks)})" if of_tasks not in ("", label) else ""
     return (
         f"Tokens a second: {shape}, random weights, attention in INT4, a sequence at a time; "
-        f"routing {routing}; {devices}. Quality: {NAMES.get(label, 'no model yet')}{other} under "
-        "the same methods, experts in INT4 where a method says nothing else. Points have GiB."
+        f"{devices}; routing {'; or '.join(routings)}. Quality: {NAMES.get(label, 'no model yet')}"
+        f"{other} under the same methods, experts in INT4 where a method says nothing else."
     )
 
 
@@ -209,8 +206,8 @@ def draw(canvas: Canvas, shape: str, points: Sequence[Joined], scored: Scores) -
         for one in plain:
             panel.axhline(one.figure, color="0.6", linewidth=0.8, label=UNQUANTIZED)
         panel.set(
-            title=f"{shape}, {text}", xlabel="tokens/s", ylabel=", ".join(sorted(units)),
-            xscale="log",
+            title=f"{shape}, {text}", xlabel="tokens/s, by GiB", ylabel=", ".join(sorted(units)),
+            xscale="log", yscale="linear" if text == OF_TASKS else "log",
         )  # fmt: skip
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[1]:
@@ -219,7 +216,7 @@ def draw(canvas: Canvas, shape: str, points: Sequence[Joined], scored: Scores) -
 
 def page(
     said: str, timed: Mapping[tuple[str, float], Timed], points: Sequence[Joined],
-    missing: Sequence[str],
+    missing: Mapping[str, Sequence[float]],
 ) -> str:  # fmt: skip
     """The caption that is `said`, a table by method and budget, and what is missing."""
     gibs = sorted({*BUDGETS, *(gib for _, gib in timed)})
@@ -230,37 +227,41 @@ def page(
     for method in METHODS:
         cells = [method]
         for gib in gibs:
-            point, one = by_key.get((method, gib)), timed.get((method, gib))
+            point = by_key.get((method, gib))
             if point is None:
-                cells.append(one.refusal if one else NOT_TIMED)
+                cells.append("refused" if (method, gib) in timed else NOT_TIMED)
                 continue
-            quality = [f"{point.scored[text].figure:.2f}" for text in texts if text in point.scored]
+            quality = [f"{point.scored[text].figure:.1f}" for text in texts if text in point.scored]
             cell = f"{point.timed.tokens_per_s:.0f}: {' / '.join(quality) or NOT_SCORED}"
             cells.append(f"**{cell}**" if (method, gib) in lead else cell)
         rows.append(cells)
     head = ["method", *(f"{gib:g} GiB" for gib in gibs)]
     meaning = f"A cell is tokens a second: {' / '.join(texts) or 'quality'}."
-    parts = [said, meaning, markdown_table(head, rows)]
-    if missing:
-        parts.append("\n".join(["Missing:", "", *(f"- {line}" for line in missing)]))
-    return "\n\n".join(parts) + "\n"
+    lines = [
+        f"- {what}: under {', '.join(f'{gib:g}' for gib in under)} GiB"
+        for what, under in missing.items()
+    ]
+    return "\n\n".join([said, meaning, markdown_table(head, rows), "\n".join(lines)]).strip()
 
 
-def make(
-    shape: str, speed: Sequence[Path], quality: Sequence[Path], output: Path
-) -> tuple[Path, Path]:
-    """Writes the table, and the picture where there is a point that has both axes."""
-    timed = speeds((row for path in speed for row in read_rows(path)), shape)
-    rows = [row for path in quality for row in read_rows(path)]
-    (label, scored), (of_tasks, by_tasks) = qualities(rows), task_scores(rows)
-    scored |= by_tasks
-    points, missing = join(timed, scored)
-    table, picture = output / f"decide_{shape}.md", output / f"decide_{shape}.png"
-    output.mkdir(parents=True, exist_ok=True)
-    said = caption(shape, label, of_tasks, points)
-    table.write_text(page(said, timed, points, missing))
-    if any(point.scored for point in points):
-        Canvas.save(lambda canvas: draw(canvas, shape, points, scored), picture)
-    else:
-        picture.unlink(missing_ok=True)  # of other rows
-    return table, picture
+class Picture:
+    """Quality against tokens a second of a shape's methods, of these rows."""
+
+    def __init__(self, shape: str, speed: Sequence[ResultRow], quality: Sequence[ResultRow]):
+        """Joins the rows."""
+        self._shape, self._timed = shape, speeds(speed, shape)
+        (label, scored), (of_tasks, by_tasks) = qualities(quality), task_scores(quality)
+        self._scored = scored | by_tasks
+        self._points, self._missing = join(self._timed, self._scored)
+        self._said = caption(label, of_tasks, shape, self._points)
+
+    def text(self) -> str:
+        """The table, with where it is from and what is missing."""
+        return page(self._said, self._timed, self._points, self._missing)
+
+    def save(self, folder: Path) -> Path:
+        """Draws the picture to a file named by the shape."""
+        return Canvas.save(
+            lambda canvas: draw(canvas, self._shape, self._points, self._scored),
+            folder / f"what_to_run_{self._shape}.png",
+        )
