@@ -15,6 +15,7 @@ from absl.testing import parameterized
 
 from moejax import benchmark
 from moejax.benchmarking import models, running
+from moejax.benchmarking.random_weights import expert_terms_nbytes
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.experts.budget.planned import EMBEDDINGS_LEAF
 from moejax.files import result_rows as results
@@ -223,6 +224,22 @@ class ShapeTest(Case):
             for on_host, kind in ((True, "pinned_host"), (False, "device")):
                 made._place_embeddings(on_host=on_host)
                 self.assertEqual(made._dense[EMBEDDINGS_LEAF].sharding.memory_kind, kind)
+
+    @pytest.mark.slow
+    def test_experts_that_move_have_compensators_on_the_device(self):
+        sizes = {"shape": "tiny", "bits": 3, "memory.slots": 4, "prompt_tokens": 16, "runs": 1}
+        planned = []
+        for rank in (0, 8):
+            [point] = self.record(expert_rank=rank, **sizes)[0]["points"]
+            planned.append(point["figures"]["planned device memory"]["value"] * 2**30)
+            made: Any = models.models_of(BenchmarkConfig(shape="tiny", bits=3, expert_rank=rank))
+            held = sum(leaf.nbytes for leaf in jax.tree.leaves(made._made_terms()))
+            self.assertEqual(held, expert_terms_nbytes(made._own, made._packing))
+        self.assertAlmostEqual(planned[1] - planned[0], held, delta=1)
+        self.assertGreater(held, 0)
+        status, _, err = run(expert_rank=8, **sizes, **{"policy.name": "on_demand"})
+        self.assertEqual(status, 1)
+        self.assertIn("expert_rank=8 is for experts without a policy, on one device", err)
 
     @pytest.mark.slow
     def test_a_policy_tells_its_gate_mass(self):

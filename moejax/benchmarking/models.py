@@ -17,7 +17,12 @@ import jax
 import numpy as np
 
 from moejax.benchmarking import routing
-from moejax.benchmarking.random_weights import Packing, expert_terms_nbytes, random_weights
+from moejax.benchmarking.random_weights import (
+    Packing,
+    expert_terms,
+    expert_terms_nbytes,
+    random_weights,
+)
 from moejax.benchmarking.routing import Workload
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.sizes import PLACES, mesh_splits_heads
@@ -303,6 +308,7 @@ class _ShapeModels:
             self._dense = on_mesh(dense, mesh, self._own) if mesh else dense
             jax.block_until_ready(self._dense)
         self._embeddings_on_host = False
+        self._terms: Any = None
         self._rows: dict[tuple[int, int, int], _SyntheticRows] = {}
         self._dense_nbytes = {n: device_nbytes(leaf) for n, leaf in self._dense.items()}
         if mesh is not None and (rows := mesh.num_handed_out):
@@ -362,10 +368,10 @@ class _ShapeModels:
             run = self._run(batch, context, nbytes)
             widths = self._bits if self._asked.planes and self._mesh is None else ()
             budget, refines = plan_tiers(policy, run, tiers, tiering.slots, limits, widths)
-        if self._asked.expert_rank:
+        if self._asked.expert_rank and (policy is not None or self._mesh is not None):
             raise BudgetError(
-                f"expert_rank={self._asked.expert_rank} is for experts that are all on the device: "
-                "leave it out, or the policy and the limits"
+                f"expert_rank={self._asked.expert_rank} is for experts without a policy, on one "
+                "device: leave it out, or the policy and the mesh"
             )
         # Before slots take what the embeddings have: a budget has room for one of both.
         self._place_embeddings(on_host=EMBEDDINGS in budget.host)
@@ -376,7 +382,7 @@ class _ShapeModels:
             rows = self._made_rows(bits, part, plane)
             tier = empty_tier(
                 part, rows, rows.store, self._own, self.device, self._mesh, self._dense,
-                refines=plane,
+                refines=plane, terms=self._made_terms(),
             )  # fmt: skip
             if tier.host is not None:
                 print_stderr(tier.host.text)
@@ -385,6 +391,12 @@ class _ShapeModels:
         width, stored = self.config.experts_per_token, [STORED] if policy is None else names
         memory = ExpertMemory(memories, stored, policy, width=width)
         return self._moving(memory, work, batch, budget)
+
+    def _made_terms(self) -> Any:
+        """Low-rank terms of experts that move, which are all on the device; made once."""
+        if self._terms is None and self._asked.expert_rank:
+            self._terms = expert_terms(self._own, self._packing, self.device)
+        return self._terms or ((), ())
 
     def _place_embeddings(self, *, on_host: bool) -> None:
         """Moves the embeddings to where a budget has them: host memory or the device."""
@@ -435,6 +447,7 @@ class _ShapeModels:
             self._whole.planned = PlannedSizes(chunk=budget.run.chunk)
             return _LoadedModel(self._whole, None, NEAR_UNIFORM)
         self._place_embeddings(on_host=False)
+        self._terms = None
         if not limits.device_gib:
             check_room(budget.device, room_nbytes(self.device, sum(self._dense_nbytes.values())))
         devices = self._mesh.devices if self._mesh else (self.device,)

@@ -133,14 +133,22 @@ class _Drawing:
         return kind.tensor(inputs, found)
 
     def with_terms(self, tensor: QTensor, parts: Mapping[int, int], rank: int) -> QTensor:
-        """Adds a compensator of each part of the rows, in INT3; `parts` are rows by the first."""
-        lead, count = tensor.shape[:-2], math.prod(tensor.shape[:-2])
-        found = []
+        """Adds a compensator of each part of the rows."""
+        found = self.terms(tensor.shape[:-2], tensor.num_inputs, parts, rank)
+        tensor = dataclasses.replace(tensor, compensators=found)
+        tensor.check()
+        return tensor
+
+    def terms(
+        self, lead: tuple[int, ...], num_inputs: int, parts: Mapping[int, int], rank: int
+    ) -> tuple[Compensator, ...]:
+        """Compensators in INT3 of matrices [*lead, N, K]; `parts` are rows by the first."""
+        found, count = [], math.prod(lead)
         for first, num_rows in parts.items():
-            own = min(rank, num_rows, tensor.num_inputs)
+            own = min(rank, num_rows, num_inputs)
             u, v = (
                 self.packed((count * own, length), _factor_kind(length))
-                for length in (num_rows, tensor.num_inputs)
+                for length in (num_rows, num_inputs)
             )
             start = np.arange(count, dtype=np.int32).reshape(lead) * np.int32(own)
             where = jax.device_put((start, np.full_like(start, own)), self._device)
@@ -148,9 +156,7 @@ class _Drawing:
                 u=u, v=v, start=where[0], rank=where[1], first_row=first, num_rows=num_rows,
                 max_rank=own,
             ))  # fmt: skip
-        tensor = dataclasses.replace(tensor, compensators=tuple(found))
-        tensor.check()
-        return tensor
+        return tuple(found)
 
 
 def _factor_kind(length: int) -> CodesKind:
@@ -178,6 +184,15 @@ def expert_terms_nbytes(config: ModelConfig, packing: Packing) -> int:
                 total += _factor_kind(length).num_bytes((math.prod(lead) * rank, length))
             total += 2 * np.dtype(np.int32).itemsize * math.prod(lead)
     return total
+
+
+def expert_terms(config: ModelConfig, packing: Packing, device: jax.Device) -> Any:
+    """Compensators of all experts' `gate_up` and `down`, as `HostRows.terms`."""
+    drawing, parts, shapes = _Drawing(device), _parts(config), weight_shapes(config)
+    return tuple(
+        drawing.terms(shapes[leaf][:-2], shapes[leaf][-1], parts[leaf], packing.expert_rank)
+        for leaf in EXPERT_LEAVES
+    )
 
 
 def random_weights(
