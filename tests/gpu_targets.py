@@ -88,7 +88,7 @@ def pretended(target: Target) -> Iterator[None]:
     ):
         yield
     for jitted in (
-        attention.token_attention, attention.prompt_attention, transformer._queries_and_cache,
+        attention.token_attention, attention._prompt_attention, transformer._queries_and_cache,
         delta_net._states_in_place,
         expert_products._grouped, linear._kernel_product, moe._routing_by_kernel,
         stacked.norm_of_sum,

@@ -86,7 +86,7 @@ class PromptTest(HostTestCase):
             mock.patch.object(runners, "longest_chunk", lambda *_: 16),
             gpu_targets.pretended(SIMULATED),
             mock.patch.object(
-                attention, "prompt_attention", side_effect=attention.prompt_attention
+                attention, "_prompt_attention", side_effect=attention._prompt_attention
             ) as calls,
         ):
             by_xla = Runner(TINY, half, cpu, prompt_impl="xla", **how)

@@ -204,7 +204,7 @@ def token_attention(
 
 
 @_by_kernel
-def prompt_attention(
+def _prompt_attention(
     q: jax.Array, keys: jax.Array, values: jax.Array, *, positions: jax.Array,
     token_mask: jax.Array, **how: Any,
 ) -> jax.Array:  # fmt: skip
@@ -288,7 +288,7 @@ class CachedAttention:
                     q, cache.keys, cache.values, positions=self.read_positions, pages=cache.table,
                     **how,
                 )  # fmt: skip
-            return prompt_attention(
+            return _prompt_attention(
                 q, cache.keys, cache.values, positions=self.positions, token_mask=self.token_mask,
                 **how,
             )  # fmt: skip
