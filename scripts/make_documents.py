@@ -1,7 +1,7 @@
 """Writes what of docs/ and RESULTS.md is made from the code and from committed rows.
 
     python -m scripts.make_documents
-    python -m scripts.make_documents --figures      # two pictures too
+    python -m scripts.make_documents --figures   # and two pictures: peers, what to run
 
 A region between `<!-- made: NAME -->` and `<!-- end -->` is replaced by what is made under that
 name, and so is what stands between two such marks in one line; the rest of a page is written by
@@ -50,7 +50,7 @@ REGIONS: dict[str, Callable[[], str]] = {
 FIGURES = ROOT / "docs/figures"
 _REGION = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _IN_LINE = re.compile(r"(<!-- made: ([\w ]+) -->)(?!\n)[^\n]*?(<!-- end -->)")
-_FIGURES = flags.DEFINE_bool("figures", False, "draw the two pictures, too")
+_FIGURES = flags.DEFINE_bool("figures", False, "draw the pictures of the peers and of what to run")
 
 
 def pages() -> list[Path]:

@@ -28,6 +28,8 @@ def timed(method: str, gib: float, ms: float, share: float, shape: str = SHAPE) 
     end = f"{decisions.about(shape, method)}, batch 1, {gib:g} GiB, 1 prompts of 512 random tokens"
     end += "; routing decode: made up, as asked; prefill: near uniform"
     return [
+        row(f"TTFT median, {end}", 100 * ms, "ms"),
+        row(f"{decisions.PEAK}, {end}", gib - 0.5 if gib > 6 else 7.7, "GiB"),
         row(f"TPOT median, {end}", ms, "ms"),
         row(f"{decisions.SHARE}, {end}", 100 * share, "%"),
     ]
@@ -86,8 +88,9 @@ class DecisionsTest(absltest.TestCase):
     def test_what_has_no_row_is_named_and_not_drawn(self):
         _, points, missing = self.joined(quality=QUALITY[:-1])  # no share near 0.7
         self.assertEqual(points["BuddyMoE", 12].scored, {})
-        why = "BuddyMoE, not scored at its share of the experts: wikitext-2"
+        why = "BuddyMoE, not scored at a share of 0.70: wikitext-2"
         self.assertEqual(missing[why], [12])
+        self.assertNotIn(6, missing["DynaExq 4/2, not timed"])
         self.assertEqual(missing["MiLo INT3, not timed"], [6, 8, 12, 16, 24])
         self.assertEqual(missing["DynaExq 4/2, refused: 6 GiB hold none"], [6])
 
@@ -99,17 +102,18 @@ class DecisionsTest(absltest.TestCase):
             ]
 
         rows = [
-            *of("INT4", "study3", 0.3, 0.3, 0.3),
-            *of("INT4", "study4", 0.4, 0.5, 0.6), *of("BuddyMoE c = 0.5, rho 3", "study4", 0, 0, 1),
-            *of("BuddyMoE c = 0.75, rho 3", "study4", 0.9), *of("INT4", "other", 0.1),
+            *of("INT4", "study3", 0.3, 0.3, 0.3), *of("INT4", "study4", 0.4, 0.5, 0.6),
+            *of("DynaExq 4/2, a half hot", "study4", 0, 0, 1), *of("INT4", "other", 0.1),
+            *of("DynaExq 4/2, a quarter hot", "study4", 0.9),
+            *of("random c = 0.5, rho 3", "study4", 0, 0, 0),
         ]  # fmt: skip
         label, found = decisions.task_scores(rows)
         self.assertEqual(label, "study4")
         text = decisions.OF_TASKS
-        self.assertEqual(found.keys(), {(text, "INT4"), (text, "BuddyMoE")})
-        [one], [buddies] = found[text, "INT4"], found[text, "BuddyMoE"]
+        self.assertEqual(found.keys(), {(text, "INT4"), (text, "DynaExq 4/2")})
+        [one], [half] = found[text, "INT4"], found[text, "DynaExq 4/2"]
         self.assertAlmostEqual(one.figure, 50)
-        self.assertEqual((one.share, buddies.share), (0, 0.5))
+        self.assertEqual((one.share, half.share), (0, 0.5))
         self.assertAlmostEqual(one.goodness, 50)
 
     def test_the_best_of_a_budget_are_beaten_by_none(self):
@@ -127,11 +131,30 @@ class DecisionsTest(absltest.TestCase):
         output = Path(self.enterContext(tempfile.TemporaryDirectory())) / "rows.jsonl"
         command = ["x", "--config.budgets=(6,8,)"]
         rows = [dataclasses.replace(one, command=shlex.join(command)) for one in SPEED]
-        append_rows(output, rows[:2])
+        append_rows(output, rows[:4])
         self.assertFalse(decide.has_rows(output, command))
-        append_rows(output, rows[4:6])
+        append_rows(output, rows[8:12])
         self.assertTrue(decide.has_rows(output, command))
         self.assertFalse(decide.has_rows(output, ["y"]))
+        for more in ("--config.batches=(1,4)", "--config.budgets=(0,6.0,)"):
+            self.assertFalse(decide.has_rows(output, [*command, more]))
+        resident = [row(f"TPOT median, x, batch {n}, {n} prompts of 512", 1, "ms") for n in (1, 4)]
+        asked = ["z", "--config.batches=(1,4)"]
+        resident = [dataclasses.replace(one, command=shlex.join(asked)) for one in resident]
+        append_rows(output, resident[:1])
+        self.assertFalse(decide.has_rows(output, asked))
+        append_rows(output, resident[1:])
+        self.assertTrue(decide.has_rows(output, asked))
+
+    def test_a_text_without_a_score_keeps_its_place(self):
+        """The figures after it would else stand under its name; and no INT4, no best one."""
+        tasks = [
+            row(f"tasks | {task} | DynaExq 4/2, a half hot | demo", 0.5, "acc_norm")
+            for task in TASKS
+        ]
+        speed = [*timed("INT4", 8, 4.0, 0.5), *timed("DynaExq 4/2", 8, 3.0, 0.5)]
+        text = decisions.Picture(SHAPE, speed, [*QUALITY, *tasks]).text()
+        self.assertIn("| DynaExq 4/2 | not timed | 333, 300 ms: – / 50.0 |", text)
 
     @pytest.mark.slow
     def test_the_table_and_the_picture(self):
@@ -140,7 +163,8 @@ class DecisionsTest(absltest.TestCase):
         self.assertTrue(picture.save(folder).read_bytes().startswith(b"\x89PNG"))
         text = picture.text()
         self.assertIn("the demo model", text)
-        self.assertIn("| INT3 | 100: 22.0 |", text)
-        self.assertIn("| **200: 25.0** |", text)
+        self.assertIn("| INT3 | 100, 1000 ms (7.7 GiB): 22.0 |", text)
+        self.assertIn("| **200, 500 ms (7.7 GiB): 25.0** |", text)
+        self.assertIn("| **500, 200 ms: 22.0** |", text)
         self.assertIn("| DynaExq 4/2 | refused |", text)
         self.assertIn("- MiLo INT3, not timed: under 6, 8, 12, 16, 24 GiB", text)

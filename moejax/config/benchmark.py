@@ -57,7 +57,7 @@ class BenchmarkConfig(RunConfig):
         of=("shape",),
     )  # fmt: skip
     expert_rank: int = option(
-        0, "rank of INT3 compensators of a shape's packed experts, all on the device; 0: none",
+        0, "rank of INT3 compensators of a shape's experts, which stay on the device; 0: none",
         least=0, of=("shape",),
     )  # fmt: skip
     trace: str = option(

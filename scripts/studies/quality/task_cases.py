@@ -10,6 +10,7 @@ import numpy as np
 from scripts.studies.quality.cases import Claim, Comparison, rows_of
 
 TASKS = ("arc_easy", "hellaswag", "piqa")  # the study model is at chance on ARC-C
+_RESIDENT = "policy.name=resident"
 _POLICY = "scripts.studies.{}.controls:{}"
 _LOW = ("policy.tiers=int4+int2", "policy.emulate=True")
 
@@ -43,7 +44,7 @@ def _composed(slots: int) -> tuple[str, ...]:
 _RANDOM = _POLICY.format("buddymoe", "MatchedRandom")
 METHODS: dict[str, tuple[str, ...]] = {
     "exact": (),
-    **{f"INT{bits}": ("policy.name=resident", f"policy.tiers=int{bits}") for bits in (4, 3, 2)},
+    **{f"INT{bits}": (_RESIDENT, f"policy.tiers=int{bits}") for bits in (4, 3, 2)},
     "DyMoE 4/2, r = 0.75": _dymoe(0.75),
     "DyMoE 4/0, r = 0.75": _dymoe(0.75, "low=skip"),
     "DynaExq 4/2, a half hot": _dynaexq(0.5),
@@ -68,18 +69,18 @@ METHODS: dict[str, tuple[str, ...]] = {
 QUANTIZED = {
     "MiLo INT3": ("method=none", "rank=Uniform-0", "rules=*experts*: method=milo bits=3 rank=16")
 }
-# Methods of the picture that `tables.decide` draws: its name, and the share of experts in slots.
+# Methods of the picture of `tables.decisions`: its name, and the share of experts in slots. There
+# BuddyMoE's experts are in INT4, which those of its tasks are not.
 IN_PICTURE = {
     "exact": ("bf16", 0.0),
     **{name: (name, 0.0) for name in ("INT4", "INT3", "INT2", "MiLo INT3")},
     **{f"DyMoE {low}, r = 0.75": (f"DyMoE {low}", 0.0) for low in ("4/2", "4/0")},
     "DynaExq 4/2, a half hot": ("DynaExq 4/2", 0.5),
     "DynaExq 4/2, a quarter hot": ("DynaExq 4/2", 0.25),
-    **{f"BuddyMoE c = {rate:g}, rho 3": ("BuddyMoE", rate) for rate in (0.75, 0.5, 0.375)},
     "DyMoE 4/0 + BuddyMoE c = 0.5": ("DyMoE 4/0 + BuddyMoE", 0.5),
 }
 ALL = "mean of the tasks"
-BATCH = 16  # documents at once; under a policy, which decides by all tokens of a prompt, one
+BATCH = 16  # documents at once; one under a policy that decides, as `moejax.lm_eval` reads them
 
 
 def _wrong(*terms: tuple[float, str], margin: float = 0.0) -> Comparison:
@@ -150,8 +151,8 @@ def wrong_of(rows: Iterable[Mapping[str, Any]], label: str) -> dict[str, Sequenc
     """
     found: dict[str, dict[str, np.ndarray]] = {}
     for row in rows:
-        section, task, method, model = row["what"].split(" | ")
-        if section == "tasks" and model == label:
+        section, task, method, *model = row["what"].split(" | ")
+        if section == "tasks" and model == [label]:
             beside = row["baseline"]
             right = unpacked(beside["right"], beside["documents"])
             found.setdefault(method, {})[task] = 1.0 - right
@@ -168,11 +169,12 @@ def wrong_of(rows: Iterable[Mapping[str, Any]], label: str) -> dict[str, Sequenc
 
 def batch_of(method: str) -> int:
     """Documents at once."""
-    return 1 if METHODS[method] else BATCH
+    return BATCH if METHODS[method][:1] in ((), (_RESIDENT,)) else 1
 
 
 def checkpoint_of(method: str, checkpoint: str) -> str:
     """The checkpoint that a method reads, beside the model's where it has its own."""
+    checkpoint = checkpoint.rstrip("/")
     return f"{checkpoint}-{method.replace(' ', '-')}" if method in QUANTIZED else checkpoint
 
 

@@ -6,10 +6,11 @@
     python -m scripts.studies.quality.task_scores --label=study --output=rows.jsonl --judge_only
 
 Each method is a run of `moejax.lm_eval`, so anyone can repeat one alone: the row has its model
-arguments. Attention stays as it is, experts in low precision are HQQ's in groups of 64, and all is
-computed in float32. Hotness and the lists of buddies come from the text that ships, never from the
-tasks. A row keeps which documents were right, so methods are compared document by document. Bars
-stand in `task_cases.py` and are printed first; methods that the output has are passed over.
+arguments. Attention stays as it is, experts in low precision are HQQ's in groups of 64 (MiLo's are
+of a checkpoint that is written beside the model's), and all is computed in float32. Hotness and the
+lists of buddies come from the text that ships, never from the tasks. A row keeps which documents
+were right, so methods are compared document by document. Bars stand in `task_cases.py` and are
+printed first; methods that the output has are passed over.
 """
 
 import subprocess
@@ -90,11 +91,7 @@ def _measure(output: Path) -> bool:
     for method in _METHODS.value:
         if all(_what(task, method) in done for task in _TASKS.value):
             continue
-        if "buddymoe" in " ".join(METHODS[method]):
-            _profile()
-        if method in QUANTIZED:
-            _quantize(method)
-        found = score(method)
+        found = score(method) if _prepare(method) else "what it reads could not be made"
         if isinstance(found, str):
             print(f"{method}: {found}", flush=True)
             is_whole = False
@@ -110,24 +107,18 @@ def _measure(output: Path) -> bool:
     return is_whole
 
 
-def _profile() -> None:
-    """Profiles the text that ships, unless the checkpoint has a profile."""
-    if not (Path(_CHECKPOINT.value) / PROFILE).exists():
-        subprocess.run(
-            [sys.executable, "-m", "moejax.profile_experts",
-             f"--config.checkpoint={_CHECKPOINT.value}"], check=True,
-        )  # fmt: skip
-
-
-def _quantize(method: str) -> None:
-    """Makes the checkpoint that a method reads, unless it is there."""
-    output = checkpoint_of(method, _CHECKPOINT.value)
-    if not (Path(output) / "config.json").exists():
-        flags_given = (f"--config.{flag}" for flag in QUANTIZED[method])
-        subprocess.run(
-            [sys.executable, "-m", "moejax.quantize", f"--config.checkpoint={_CHECKPOINT.value}",
-             f"--config.output={output}", *flags_given], check=True,
-        )  # fmt: skip
+def _prepare(method: str) -> bool:
+    """Makes what a method reads, a profile or a checkpoint, unless it is there; whether it is."""
+    checkpoint = _CHECKPOINT.value
+    made, command = Path(checkpoint) / PROFILE, ["moejax.profile_experts"]
+    if method in QUANTIZED:
+        output = checkpoint_of(method, checkpoint)
+        made, command = Path(output) / "config.json", ["moejax.quantize"]
+        command += [f"--config.{flag}" for flag in (f"output={output}", *QUANTIZED[method])]
+    elif "buddymoe" not in " ".join(METHODS[method]):
+        return True
+    given = (f"--config.checkpoint={checkpoint}", f"--config.platform={_PLATFORM.value}")
+    return made.exists() or not subprocess.run([sys.executable, "-m", *command, *given]).returncode
 
 
 def _what(task: str, method: str) -> str:

@@ -37,6 +37,7 @@ def main(argv: list[str]) -> None:
     shape = _SHAPE.value or section.shape
     common = (f"--config.shape={shape}", f"--config.memory.host_gib={_HOST.value:g}",
               *section.common, f"--config.output={output}")  # fmt: skip
+    failed = []
     for method, words in section.of(shape).items():
         if _METHOD.value and method not in _METHOD.value:
             continue
@@ -49,17 +50,26 @@ def main(argv: list[str]) -> None:
         # Its status is 1 where every budget is refused, which its rows say.
         subprocess.run([sys.executable, *command[1:]], check=False)
         if not has_rows(output, command):
-            sys.exit(f"error: {method} gave no row, or none of a budget")
+            failed.append(method)
+    if failed:
+        sys.exit(f"error: no row, or none of a budget: {', '.join(failed)}")
 
 
 def has_rows(output: Path, command: list[str]) -> bool:
-    """Whether a file has rows of a command, of each of its budgets."""
+    """Whether a file has rows of a command, of each of its batches under each of its budgets."""
     said, found = shlex.join(command), ""
     if output.is_file():
-        found = " ".join(row.what for row in read_rows(output) if row.command == said)
-    budgets = next((word for word in command if word.startswith("--config.budgets=")), "")
-    gibs = [gib for gib in re.findall(r"\d[\d.]*", budgets) if float(gib)]
-    return bool(found) and all(f", batch 1, {gib} GiB" in found for gib in gibs)
+        found = "\n".join(row.what for row in read_rows(output) if row.command == said)
+    given = dict(re.findall(r"--config\.(batches|budgets)=(\S*)", "\n".join(command)))
+    batches, budgets = (
+        [float(number) for number in re.findall(r"[\d.]+", given.get(name, default))]
+        for name, default in (("batches", "1"), ("budgets", "0"))
+    )
+    return all(
+        re.search(f", batch {batch:g}, " + (f"{gib:g} GiB" if gib else r"\d+ prompts"), found)
+        for batch in batches
+        for gib in budgets
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moejax.files.result_rows import ResultRow
 from scripts.studies.quality.task_cases import IN_PICTURE, TASKS
@@ -18,6 +19,8 @@ UNQUANTIZED = "bf16"
 NEAR = 1 / 16  # of the experts, between the share that was timed and the one that was scored
 NOT_TIMED, NOT_SCORED = "not timed", "not scored"
 SHARE = "experts in slots"  # a figure of the benchmark, percent
+FIRST_TOKEN, PEAK = "TTFT median", "device memory peak"  # figures of the benchmark, ms and GiB
+BASE = "INT4"  # beside which a method must stand before it can be called the best of its budget
 OF_TASKS, RIGHT = "mean of the tasks", "% right"
 Scores = Mapping[tuple[str, str], Sequence["Scored"]]  # by text and method
 _AT = r", batch 1, (?P<gib>[\d.]+) GiB"
@@ -34,6 +37,8 @@ class Timed:
     device: str
     routing: str
     refusal: str = ""
+    first_token_ms: float = math.nan  # after a prompt
+    peak_gib: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +82,8 @@ def speeds(rows: Iterable[ResultRow], shape: str) -> dict[tuple[str, float], Tim
     found: dict[tuple[str, float], Timed] = {}
     patterns = {}
     for method in METHODS:
-        what = rf"(TPOT median|{SHARE}|refused), {re.escape(about(shape, method))}{_AT}"
+        figure = f"TPOT median|{FIRST_TOKEN}|{PEAK}|{SHARE}|refused"
+        what = f"({figure}), {re.escape(about(shape, method))}{_AT}"
         patterns[method] = re.compile(f"{what}(?:{_WHY}|{_ROUTING})")
     for row in rows:
         for method, pattern in patterns.items():
@@ -85,12 +91,18 @@ def speeds(rows: Iterable[ResultRow], shape: str) -> dict[tuple[str, float], Tim
                 continue
             key = method, float(match["gib"])
             old = found.get(key, Timed(math.nan, math.nan, row.device, match["routing"] or ""))
-            if match[1] == SHARE:
-                found[key] = dataclasses.replace(old, share=row.figure / 100)
-            elif match["why"]:
-                found[key] = dataclasses.replace(old, refusal=match["why"])
+            new: dict[str, Any] = {"device": row.device, "routing": match["routing"] or ""}
+            if match["why"]:
+                new |= {"refusal": match["why"]}
+            elif match[1] == SHARE:
+                new |= {"share": row.figure / 100}
+            elif match[1] == FIRST_TOKEN:
+                new |= {"first_token_ms": row.figure}
+            elif match[1] == PEAK:
+                new |= {"peak_gib": row.figure}
             else:
-                found[key] = Timed(1e3 / row.figure, old.share, row.device, match["routing"])
+                new |= {"tokens_per_s": 1e3 / row.figure, "refusal": ""}
+            found[key] = dataclasses.replace(old, **new)
     return found
 
 
@@ -154,17 +166,24 @@ def join(
             of = {text: nearest(scored.get((text, method), ()), one.share) for text in texts}
             known = {text: quality for text, quality in of.items() if quality is not None}
             if lacking := ", ".join(text for text in texts if text not in known):
-                why = f"{method}, {NOT_SCORED} at its share of the experts: {lacking}"
-                missing.setdefault(why, []).append(gib)
+                has_share = any(
+                    one.share for (_, of), many in scored.items() for one in many if of == method
+                )
+                at = f" at a share of {one.share:.2f}" if has_share else ""
+                missing.setdefault(f"{method}, {NOT_SCORED}{at}: {lacking}", []).append(gib)
             points.append(Joined(method, gib, one, known))
     return points, missing
 
 
 def best(points: Sequence[Joined], text: str) -> set[tuple[str, float]]:
-    """Points of a text that no other one of their budget beats in speed and in quality."""
+    """Points of a text that no other one of their budget beats in speed and in quality.
+
+    A budget without `BASE` has none.
+    """
     found = set()
+    known = {point.gib for point in points if point.method == BASE}
     for one in points:
-        if text not in one.scored:
+        if text not in one.scored or one.gib not in known:
             continue
         own, *others = (
             (p.timed.tokens_per_s, p.scored[text].goodness)
@@ -182,13 +201,13 @@ def caption(label: str, of_tasks: str, shape: str, points: Sequence[Joined]) -> 
     routings = dict.fromkeys(point.timed.routing.partition(" (all")[0] for point in points)
     other = f" (tasks: {NAMES.get(of_tasks, of_tasks)})" if of_tasks not in ("", label) else ""
     return (
-        f"Tokens a second: {shape}, random weights, attention in INT4, a sequence at a time; "
-        f"{devices}; routing {'; or '.join(routings)}. Quality: {NAMES.get(label, 'no model yet')}"
-        f"{other} under the same methods, experts in INT4 where a method says nothing else."
+        f"Speed: {shape}, random weights, attention in INT4, a sequence at a time, on {devices}; "
+        f"routing {'; or '.join(routings)}. Quality: {NAMES.get(label, 'no model yet')}{other}, "
+        "experts in INT4 where a method says nothing else, attention as it is."
     )
 
 
-def draw(canvas: Canvas, shape: str, points: Sequence[Joined], scored: Scores) -> None:
+def draw(canvas: Canvas, shape: str, label: str, points: Sequence[Joined], scored: Scores) -> None:
     """A panel a text, a line a method."""
     texts = list(dict.fromkeys(text for text, _ in scored)) or [""]
     for panel, text in zip(canvas.panels(1, len(texts), size=(6.0, 4.5)), texts, strict=True):
@@ -206,8 +225,9 @@ def draw(canvas: Canvas, shape: str, points: Sequence[Joined], scored: Scores) -
         for one in plain:
             panel.axhline(one.figure, color="0.6", linewidth=0.8, label=UNQUANTIZED)
         panel.set(
-            title=f"{shape}, {text}", xlabel="tokens/s, by GiB", ylabel=", ".join(sorted(units)),
-            xscale="log", yscale="linear" if text == OF_TASKS else "log",
+            title=text, xlabel=f"tokens/s of {shape}; numbers are GiB", xscale="log",
+            ylabel=f"{', '.join(sorted(units))} of {NAMES.get(label, 'no model')}",
+            yscale="linear" if text == OF_TASKS else "log",
         )  # fmt: skip
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[1]:
@@ -215,10 +235,10 @@ def draw(canvas: Canvas, shape: str, points: Sequence[Joined], scored: Scores) -
 
 
 def page(
-    said: str, timed: Mapping[tuple[str, float], Timed], points: Sequence[Joined],
+    timed: Mapping[tuple[str, float], Timed], points: Sequence[Joined],
     missing: Mapping[str, Sequence[float]],
 ) -> str:  # fmt: skip
-    """The caption that is `said`, a table by method and budget, and what is missing."""
+    """A table by method and budget, and what is missing."""
     gibs = sorted({*BUDGETS, *(gib for _, gib in timed)})
     texts = list(dict.fromkeys(text for point in points for text in point.scored))
     lead = best(points, texts[0]) if texts else set()
@@ -231,17 +251,26 @@ def page(
             if point is None:
                 cells.append("refused" if (method, gib) in timed else NOT_TIMED)
                 continue
-            quality = [f"{point.scored[text].figure:.1f}" for text in texts if text in point.scored]
-            cell = f"{point.timed.tokens_per_s:.0f}: {' / '.join(quality) or NOT_SCORED}"
+            figures = [
+                f"{point.scored[text].figure:.1f}" if text in point.scored else "–"
+                for text in texts
+            ]
+            one = point.timed
+            above = f" ({one.peak_gib:.1f} GiB)" if one.peak_gib > gib else ""
+            cell = f"{one.tokens_per_s:.0f}, {one.first_token_ms:.0f} ms{above}"
+            cell += f": {' / '.join(figures) or NOT_SCORED}"
             cells.append(f"**{cell}**" if (method, gib) in lead else cell)
         rows.append(cells)
     head = ["method", *(f"{gib:g} GiB" for gib in gibs)]
-    meaning = f"A cell is tokens a second: {' / '.join(texts) or 'quality'}."
+    meaning = (
+        f"A cell is tokens a second, the time to the first token (a peak above the budget): "
+        f"{' / '.join(texts) or 'quality'}."
+    )
     lines = [
         f"- {what}: under {', '.join(f'{gib:g}' for gib in under)} GiB"
         for what, under in missing.items()
     ]
-    return "\n\n".join([said, meaning, markdown_table(head, rows), "\n".join(lines)]).strip()
+    return "\n\n".join([meaning, markdown_table(head, rows), "\n".join(lines)]).strip()
 
 
 class Picture:
@@ -250,18 +279,18 @@ class Picture:
     def __init__(self, shape: str, speed: Sequence[ResultRow], quality: Sequence[ResultRow]):
         """Joins the rows."""
         self._shape, self._timed = shape, speeds(speed, shape)
-        (label, scored), (of_tasks, by_tasks) = qualities(quality), task_scores(quality)
-        self._scored = scored | by_tasks
+        (self._label, scored), (self._of_tasks, tasks) = qualities(quality), task_scores(quality)
+        self._scored = scored | tasks
         self._points, self._missing = join(self._timed, self._scored)
-        self._said = caption(label, of_tasks, shape, self._points)
 
     def text(self) -> str:
         """The table, with where it is from and what is missing."""
-        return page(self._said, self._timed, self._points, self._missing)
+        source = caption(self._label, self._of_tasks, self._shape, self._points)
+        return f"{source}\n\n{page(self._timed, self._points, self._missing)}"
 
     def save(self, folder: Path) -> Path:
         """Draws the picture to a file named by the shape."""
         return Canvas.save(
-            lambda canvas: draw(canvas, self._shape, self._points, self._scored),
+            lambda canvas: draw(canvas, self._shape, self._label, self._points, self._scored),
             folder / f"what_to_run_{self._shape}.png",
         )
