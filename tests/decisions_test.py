@@ -11,7 +11,7 @@ from absl.testing import absltest
 
 from moejax.files.result_rows import ResultRow, append_rows
 from scripts.studies.quality.task_cases import TASKS
-from scripts.studies.speed import decide
+from scripts.studies.speed.configurations import has_rows
 from scripts.studies.tables import decisions
 
 SHAPE = "Qwen3-30B-A3B"
@@ -132,19 +132,19 @@ class DecisionsTest(absltest.TestCase):
         command = ["x", "--config.budgets=(6,8,)"]
         rows = [dataclasses.replace(one, command=shlex.join(command)) for one in SPEED]
         append_rows(output, rows[:4])
-        self.assertFalse(decide.has_rows(output, command))
+        self.assertFalse(has_rows(output, command))
         append_rows(output, rows[8:12])
-        self.assertTrue(decide.has_rows(output, command))
-        self.assertFalse(decide.has_rows(output, ["y"]))
+        self.assertTrue(has_rows(output, command))
+        self.assertFalse(has_rows(output, ["y"]))
         for more in ("--config.batches=(1,4)", "--config.budgets=(0,6.0,)"):
-            self.assertFalse(decide.has_rows(output, [*command, more]))
+            self.assertFalse(has_rows(output, [*command, more]))
         resident = [row(f"TPOT median, x, batch {n}, {n} prompts of 512", 1, "ms") for n in (1, 4)]
         asked = ["z", "--config.batches=(1,4)"]
         resident = [dataclasses.replace(one, command=shlex.join(asked)) for one in resident]
         append_rows(output, resident[:1])
-        self.assertFalse(decide.has_rows(output, asked))
+        self.assertFalse(has_rows(output, asked))
         append_rows(output, resident[1:])
-        self.assertTrue(decide.has_rows(output, asked))
+        self.assertTrue(has_rows(output, asked))
 
     def test_a_text_without_a_score_keeps_its_place(self):
         """The figures after it would else stand under its name; and no INT4, no best one."""

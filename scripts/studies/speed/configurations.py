@@ -1,8 +1,12 @@
 """Flags of `moejax.benchmark` by method, for the picture of a shape and papers' tables."""
 
 import dataclasses
+import re
+import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from moejax.files.result_rows import read_rows
 from moejax.models.shapes import CONFIGS
 
 Words = tuple[str, ...]
@@ -149,3 +153,20 @@ SECTIONS: Mapping[str, Section] = {
     "buddymoe": Section(QWEN3, _buddymoe, ()),
     "cost": Section(QWEN3, _cost, ()),
 }
+
+
+def has_rows(output: Path, command: list[str]) -> bool:
+    """Whether a file has rows of a command, of each of its batches under each of its budgets."""
+    said, found = shlex.join(command), ""
+    if output.is_file():
+        found = "\n".join(row.what for row in read_rows(output) if row.command == said)
+    given = dict(re.findall(r"--config\.(batches|budgets)=(\S*)", "\n".join(command)))
+    batches, budgets = (
+        [float(number) for number in re.findall(r"[\d.]+", given.get(name, default))]
+        for name, default in (("batches", "1"), ("budgets", "0"))
+    )
+    return all(
+        re.search(f", batch {batch:g}, " + (f"{gib:g} GiB" if gib else r"\d+ prompts"), found)
+        for batch in batches
+        for gib in budgets
+    )

@@ -10,17 +10,14 @@ says why. Further `--config.` flags go to every run. Methods that the output has
 the same command goes on where it stopped, and ends with status 3 while there is more to do.
 """
 
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 from absl import app, flags
 
-from moejax.files.result_rows import read_rows
 from scripts.studies.measuring import time_limit
-from scripts.studies.speed.configurations import SECTIONS
+from scripts.studies.speed.configurations import SECTIONS, has_rows
 
 _SECTION = flags.DEFINE_enum("section", "decide", list(SECTIONS), "whose methods")
 _SHAPE = flags.DEFINE_string("shape", "", "which shape; '': the section's")
@@ -53,23 +50,6 @@ def main(argv: list[str]) -> None:
             failed.append(method)
     if failed:
         sys.exit(f"error: no row, or none of a budget: {', '.join(failed)}")
-
-
-def has_rows(output: Path, command: list[str]) -> bool:
-    """Whether a file has rows of a command, of each of its batches under each of its budgets."""
-    said, found = shlex.join(command), ""
-    if output.is_file():
-        found = "\n".join(row.what for row in read_rows(output) if row.command == said)
-    given = dict(re.findall(r"--config\.(batches|budgets)=(\S*)", "\n".join(command)))
-    batches, budgets = (
-        [float(number) for number in re.findall(r"[\d.]+", given.get(name, default))]
-        for name, default in (("batches", "1"), ("budgets", "0"))
-    )
-    return all(
-        re.search(f", batch {batch:g}, " + (f"{gib:g} GiB" if gib else r"\d+ prompts"), found)
-        for batch in batches
-        for gib in budgets
-    )
 
 
 if __name__ == "__main__":
