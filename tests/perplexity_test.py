@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
+from moejax.inference import steps
 from moejax.inference.likelihood import _token_windows
 from moejax.models.transformer import Transformer, merge_weights, model_definition
 from moejax.text.windows import PRESETS, Windowing, windows
@@ -288,6 +290,16 @@ class LikelihoodTransformersTest(FolderTestCase):
         self.assertAlmostEqual(scored.log_likelihood, total, delta=1e-2)
         windows = list(_token_windows(ids, 8, CONTEXT))
         self.assertEqual(windows, cut)
+
+    def test_a_number_of_tokens_compiles_the_layers_once(self):
+        """However many tokens a continuation has, and however many share a row."""
+        ids = list(range(1, 60))
+        own = Engine(self.engine.config, self.engine.weights, device=self.engine.device)
+        with mock.patch.object(steps, "run_chunk", wraps=steps.run_chunk) as traced:
+            for length in (1, 9, 40):
+                own.scorer.of_tokens([(ids[:-length], ids[-length:])], batch_size=1)
+            own.scorer.of_tokens([(ids, [7]), (ids, [8])], batch_size=1)
+        traced.assert_called_once()
 
     @parameterized.parameters(
         (([], [1]), "pair 0 has a context without tokens"),

@@ -28,7 +28,7 @@ from moejax.inference import steps
 from moejax.inference.chunking import MIN_PREFILL_LENGTH, length_bucket
 from moejax.inference.runner import Runner
 from moejax.models.kv_cache import KVCache
-from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.text.tokenizer import Tokenizer
 
 MIN_PLACES = 8  # scored positions of a row, in buckets of four times as many
@@ -104,19 +104,28 @@ def _scores(
     return joined(scores), joined(first)
 
 
-def _likelihood_chunk(
+def _hidden_chunk(
     program: steps.StepProgram,
     spec: ChunkSpec,
-    state: tuple[KVCache, _Places],
+    state: tuple[KVCache, None],
     experts: ExpertCache | None,
     inputs: steps.StepInputs,
     chunk: steps.TokenChunk,
-) -> steps.StepResult[tuple[KVCache, _Places]]:
-    """Step for `Runner.scan_windows`: runs a chunk and scores its positions."""
-    cache, places = state
-    model, found = steps.run_chunk(program, spec, cache, experts, inputs, chunk)
-    places = places._looked_up(model, found.output, chunk.start)
-    return steps.StepResult((found.state, places), found.experts, None, found.recorded)
+) -> steps.StepResult[tuple[KVCache, None]]:
+    """Step for `Runner.scan_windows`: its output is the last hidden states [B, T, D]."""
+    _, found = steps.run_chunk(program, spec, state[0], experts, inputs, chunk)
+    return steps.StepResult((found.state, None), found.experts, found.output, found.recorded)
+
+
+def _look_up(
+    program: steps.StepProgram, places: _Places, weights: steps.Weights, hidden: jax.Array,
+    start: jax.Array,
+) -> _Places:  # fmt: skip
+    """Program for `Runner.scan_windows`: scores the positions of a chunk.
+
+    Batches have many shapes of places, and few of tokens.
+    """
+    return places._looked_up(merge_weights(program.definition, weights), hidden, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +298,7 @@ class PairScorer:
                 targets[i, num_places - len(wanted) :, n] = wanted
         empty = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, bool)
         places = _Places(*put((positions, targets, *empty), self._runner.place))
-        places = self._runner.scan_windows(_likelihood_chunk, places, tokens, lengths)
+        places = self._runner.scan_windows(_hidden_chunk, places, tokens, lengths, _look_up)
         scores = np.asarray(places.log_probabilities).astype(np.float64)
         likeliest = np.asarray(places.likeliest)
         for i, row in enumerate(rows):

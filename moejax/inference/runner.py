@@ -469,18 +469,21 @@ class Runner:
             return np.sum([np.zeros(batch), *(np.asarray(nats, np.float64) for nats in parts)], 0)
 
     def scan_windows(
-        self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray
-    ) -> Any:
+        self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray,
+        then: Any = None,
+    ) -> Any:  # fmt: skip
         """Runs windows int32[B, T], padded at the end, through a step with a carry.
 
-        `function`: as `steps.chunk_logits`, with (cache, `carried`) as its state.
+        `function`: as `steps.chunk_logits`, with (cache, `carried`) as its state. With `then` its
+        state is (cache, None), and a program of its own, `then(program, carried, weights, output,
+        start)`, gives the next carry: shapes of a carry then compile no layer.
         Under `one_stream` it gets windows one at a time: what it carries has no axis of several. It
         waits for the end, so that a disk failure in the last step is reported.
         """
         batch, length = tokens.shape
         if self.one_stream and batch > 1:
             for row, own_length in zip(tokens, lengths, strict=True):
-                carried = self.scan_windows(function, carried, row[None], own_length[None])
+                carried = self.scan_windows(function, carried, row[None], own_length[None], then)
             return carried
         if self.one_stream:
             length = int(lengths[0])
@@ -490,9 +493,15 @@ class Runner:
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
             num_tokens = _num_between(lengths, start, size)
-            (cache, carried), _ = self._step(
-                failures, num_tokens, function, static, (cache, carried), chunk
+            own = None if then else carried
+            (cache, own), output = self._step(
+                failures, num_tokens, function, static, (cache, own), chunk
             )
+            if then:
+                own = self._call(
+                    then, (self._program,), (carried,), self.weights, output, chunk.start
+                )
+            carried = own
         with self.reading(failures):
             return jax.block_until_ready(carried)
 
