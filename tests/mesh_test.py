@@ -200,6 +200,10 @@ class MeshTest(MeshTestCase):
         targets, lengths = np.roll(TOKENS, -1, axis=1), np.full(2, TOKENS.shape[1])
         scores = [engine.score(TOKENS, lengths, targets) for engine in (one, several)]
         np.testing.assert_allclose(*scores, rtol=1e-5)
+        pairs = [([5, 6, 7], [8, 9]), ([3], [4])]
+        found = [engine.scorer.of_tokens(pairs) for engine in (one, several)]
+        likelihoods = [[pair.log_likelihood for pair in pairs] for pairs in found]
+        np.testing.assert_allclose(*likelihoods, rtol=1e-5)
         # Every device has a share of the experts, some rows of the vocabulary, perhaps some heads,
         # and the rest whole.
         for name, leaf in several.weights.items():

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
-from moejax.inference import steps
+from moejax.inference import runner, steps
 from moejax.inference.likelihood import _token_windows
 from moejax.models.transformer import Transformer, merge_weights, model_definition
 from moejax.text.windows import PRESETS, Windowing, windows
@@ -300,6 +300,17 @@ class LikelihoodTransformersTest(FolderTestCase):
                 own.scorer.of_tokens([(ids[:-length], ids[-length:])], batch_size=1)
             own.scorer.of_tokens([(ids, [7]), (ids, [8])], batch_size=1)
         traced.assert_called_once()
+        names = [name for name, _ in own._runner.programs.history]
+        self.assertEqual((names.count("_hidden_chunk"), names.count("_look_up")), (1, 4))
+
+    def test_windows_of_several_chunks(self):
+        rng = np.random.default_rng(4)
+        pairs = [(rng.integers(0, 160, n).tolist(), rng.integers(0, 160, m).tolist())
+                 for n, m in ((40, 20), (3, 50), (60, 2))]  # fmt: skip
+        with mock.patch.object(runner, "MAX_PREFILL_LENGTH", 16):
+            found = self.engine.scorer.of_tokens(pairs, batch_size=2)
+        for pair, scored in zip(pairs, found, strict=True):
+            self.assertAlmostEqual(scored.log_likelihood, reference(self.model, *pair)[0], 2)
 
     @parameterized.parameters(
         (([], [1]), "pair 0 has a context without tokens"),

@@ -15,7 +15,7 @@ tokens are scored.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,14 +118,13 @@ def _hidden_chunk(
 
 
 def _look_up(
-    program: steps.StepProgram, places: _Places, weights: steps.Weights, hidden: jax.Array,
-    start: jax.Array,
-) -> _Places:  # fmt: skip
-    """Program for `Runner.scan_windows`: scores the positions of a chunk.
+    definition: Any, places: _Places, weights: steps.Weights, hidden: jax.Array, start: jax.Array
+) -> _Places:
+    """Second program for `Runner.scan_windows`: scores hidden [B, T, D] from position `start` on.
 
-    Batches have many shapes of places, and few of tokens.
+    Batches have many shapes of places, which are donated, and few of tokens.
     """
-    return places._looked_up(merge_weights(program.definition, weights), hidden, start)
+    return places._looked_up(merge_weights(definition, weights), hidden, start)
 
 
 @dataclasses.dataclass(frozen=True)

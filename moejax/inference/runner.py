@@ -474,10 +474,11 @@ class Runner:
     ) -> Any:  # fmt: skip
         """Runs windows int32[B, T], padded at the end, through a step with a carry.
 
-        `function`: as `steps.chunk_logits`, with (cache, `carried`) as its state. With `then` its
-        state is (cache, None), and a program of its own, `then(program, carried, weights, output,
-        start)`, gives the next carry: shapes of a carry then compile no layer.
-        Under `one_stream` it gets windows one at a time: what it carries has no axis of several. It
+        `function`: as `steps.chunk_logits`, with (cache, `carried`) as its state. With `then` that
+        is (cache, None), and after each chunk a second program, `then(definition, carried, weights,
+        output, start)`, takes the step's output and the donated carry and gives the next carry: its
+        shapes then compile no layer.
+        Under `one_stream` windows run one at a time: the carry has no axis of several. The call
         waits for the end, so that a disk failure in the last step is reported.
         """
         batch, length = tokens.shape
@@ -498,10 +499,10 @@ class Runner:
                 failures, num_tokens, function, static, (cache, own), chunk
             )
             if then:
-                own = self._call(
-                    then, (self._program,), (carried,), self.weights, output, chunk.start
-                )
+                definition = (self._program.definition,)
+                own = self._call(then, definition, (carried,), self.weights, output, chunk.start)
             carried = own
+            del output  # else it would be there while the next chunk runs
         with self.reading(failures):
             return jax.block_until_ready(carried)
 

@@ -16,7 +16,9 @@ from scripts.studies.tables.paper import markdown_table
 from scripts.studies.tables.subjects import NAMES
 
 UNQUANTIZED = "bf16"
-NEAR = 1 / 16  # of the experts, between the share that was timed and the one that was scored
+# Between the share of the experts that was timed and the one that was scored: of the experts, and
+# of the share.
+NEAR, NEAR_PART = 1 / 16, 1 / 4
 NOT_TIMED, NOT_SCORED = "not timed", "not scored"
 SHARE = "experts in slots"  # a figure of the benchmark, percent
 FIRST_TOKEN, PEAK = "TTFT median", "device memory peak"  # figures of the benchmark, ms and GiB
@@ -145,7 +147,7 @@ def nearest(scored: Sequence[Scored], share: float) -> Scored | None:
     """The quality at a share; None where none is near."""
     if any(one.share == 0 for one in scored):
         return next(one for one in scored if one.share == 0)
-    near = [one for one in scored if abs(one.share - share) <= NEAR]
+    near = [one for one in scored if abs(one.share - share) <= min(NEAR, NEAR_PART * share)]
     return min(near, key=lambda one: abs(one.share - share), default=None)
 
 
@@ -178,17 +180,22 @@ def join(
 def best(points: Sequence[Joined], text: str) -> set[tuple[str, float]]:
     """Points of a text that no other one of their budget beats in speed and in quality.
 
-    A budget without `BASE` has none.
+    They are compared under the routing of `BASE`, and took no more than their budget.
     """
+    routings = {point.gib: point.timed.routing for point in points if point.method == BASE}
+    fair = [
+        point
+        for point in points
+        if text in point.scored
+        and point.timed.routing == routings.get(point.gib)
+        and not point.timed.peak_gib > point.gib
+    ]
     found = set()
-    known = {point.gib for point in points if point.method == BASE}
-    for one in points:
-        if text not in one.scored or one.gib not in known:
-            continue
+    for one in fair:
         own, *others = (
             (p.timed.tokens_per_s, p.scored[text].goodness)
-            for p in [one, *points]
-            if p.gib == one.gib and text in p.scored
+            for p in [one, *fair]
+            if p.gib == one.gib
         )
         if not any(o != own and o[0] >= own[0] and o[1] >= own[1] for o in others):
             found.add((one.method, one.gib))
