@@ -394,18 +394,17 @@ class _ShapeModels:
 
     def _made_terms(self) -> Any:
         """Low-rank terms of experts that move, which are all on the device; made once."""
-        if self._terms is None and self._asked.expert_rank:
+        if self._terms is None:
             self._terms = expert_terms(self._own, self._packing, self.device)
-        return self._terms or ((), ())
+        return self._terms
 
     def _place_embeddings(self, *, on_host: bool) -> None:
         """Moves the embeddings to where a budget has them: host memory or the device."""
         if on_host != self._embeddings_on_host:
-            kind = self.device.default_memory().kind
-            place = jax.sharding.SingleDeviceSharding(self.device, memory_kind=kind)
-            place = host_place(self.device) if on_host else place
-            leaf = jax.device_put(self._dense[EMBEDDINGS_LEAF], place)
-            self._dense = {**self._dense, EMBEDDINGS_LEAF: leaf}
+            leaf: Any = self._dense[EMBEDDINGS_LEAF]
+            own = leaf.sharding.with_memory_kind(self.device.default_memory().kind)
+            moved = jax.device_put(leaf, host_place(self.device) if on_host else own)
+            self._dense = {**self._dense, EMBEDDINGS_LEAF: moved}
             self._embeddings_on_host = on_host
 
     def _expert_nbytes(self, bits: int) -> int:

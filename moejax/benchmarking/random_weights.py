@@ -101,7 +101,7 @@ def _fill(
 class _Drawing:
     """Draws leaves a layer at a time, so that nothing temporary is large."""
 
-    def __init__(self, device: jax.Device):
+    def __init__(self, device: jax.Device | None):
         self._device = device
         self._key = jax.device_put(jax.random.key(0, impl="rbg"), device)
 
@@ -173,26 +173,23 @@ def _parts(config: ModelConfig) -> dict[str, dict[int, int]]:
     return found
 
 
-def expert_terms_nbytes(config: ModelConfig, packing: Packing) -> int:
-    """Bytes of the compensators of all experts, with where each expert's are."""
-    total, parts, shapes = 0, _parts(config), weight_shapes(config)
-    for leaf in EXPERT_LEAVES if packing.expert_rank else ():
-        *lead, _, num_inputs = shapes[leaf]
-        for num_rows in parts[leaf].values():
-            rank = min(packing.expert_rank, num_rows, num_inputs)
-            for length in (num_rows, num_inputs):
-                total += _factor_kind(length).num_bytes((math.prod(lead) * rank, length))
-            total += 2 * np.dtype(np.int32).itemsize * math.prod(lead)
-    return total
-
-
-def expert_terms(config: ModelConfig, packing: Packing, device: jax.Device) -> Any:
-    """Compensators of all experts' `gate_up` and `down`, as `HostRows.terms`."""
-    drawing, parts, shapes = _Drawing(device), _parts(config), weight_shapes(config)
-    return tuple(
-        drawing.terms(shapes[leaf][:-2], shapes[leaf][-1], parts[leaf], packing.expert_rank)
-        for leaf in EXPERT_LEAVES
+def expert_terms(
+    config: ModelConfig, packing: Packing, device: jax.Device | None = None
+) -> tuple[tuple[Compensator, ...], tuple[Compensator, ...]]:
+    """Compensators of all experts' `gate_up` and `down`, as `HostRows.terms`; of rank 0 none."""
+    drawing, shapes = _Drawing(device), weight_shapes(config)
+    parts = _parts(config) if packing.expert_rank else {}
+    gate_up, down = (
+        drawing.terms(shapes[of][:-2], shapes[of][-1], parts.get(of, {}), packing.expert_rank)
+        for of in EXPERT_LEAVES
     )
+    return gate_up, down
+
+
+def expert_terms_nbytes(config: ModelConfig, packing: Packing) -> int:
+    """Bytes of `expert_terms`, none of which is drawn."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: expert_terms(config, packing)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def random_weights(

@@ -494,10 +494,8 @@ class Runner:
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
             num_tokens = _num_between(lengths, start, size)
-            own = None if then else carried
-            (cache, own), output = self._step(
-                failures, num_tokens, function, static, (cache, own), chunk
-            )
+            state = cache, (None if then else carried)
+            (cache, own), output = self._step(failures, num_tokens, function, static, state, chunk)
             if then:
                 definition = (self._program.definition,)
                 own = self._call(then, definition, (carried,), self.weights, output, chunk.start)

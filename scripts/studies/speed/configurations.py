@@ -1,4 +1,4 @@
-"""Flags of `moejax.benchmark` by method, for the picture of a shape and papers' tables."""
+"""Flags of `moejax.benchmark` by method, for pictures and tables; which methods have rows."""
 
 import dataclasses
 import re
