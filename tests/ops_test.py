@@ -1,5 +1,6 @@
 """Products with packed weights against float64 numpy, and what they leave alone."""
 
+import functools
 import dataclasses
 from typing import Any
 from unittest import mock
@@ -109,6 +110,24 @@ class KernelTest(HostTestCase):
         found = lowered.compile()(x, weight)
         for y, matrix in zip(found, values[1:], strict=True):
             assert_near(y, np.einsum("...k,nk->...n", x.astype(np.float64), matrix))
+
+    def test_a_row_by_a_plain_matrix_is_a_sum_on_a_gpu(self):
+        rng = np.random.default_rng(2)
+        weight = jnp.asarray(rng.standard_normal((40, 24)), jnp.bfloat16)
+        x = jnp.asarray(rng.standard_normal((1, 1, 24)), jnp.bfloat16)
+        f32, gpu = jnp.dtype("float32"), Target("gpu", (9, 0))
+        two = jnp.tile(x, (2, 1, 1))
+        for rows, target, is_sum in (
+            (x, gpu, True),
+            (two, gpu, False),
+            (x, Target("cpu", None), False),
+        ):
+            product = functools.partial(ops.product, kernels=ops.Kernels(target))
+            lowered = jax.jit(product, static_argnums=2).lower(rows, weight, f32)
+            self.assertEqual("dot_general" not in lowered.as_text(), is_sum)
+            found = lowered.compile()(rows, weight)
+            exact = np.asarray(rows, np.float64) @ np.asarray(weight, np.float64).T
+            assert_near(found, exact)
 
     def test_the_dtype_of_the_result_is_the_one_asked_for(self):
         rng = np.random.default_rng(2)
