@@ -206,6 +206,21 @@ class PartsTest(parameterized.TestCase):
         self.assertEqual(budget.device["low-rank factors of experts, int4"], 1000)
         self.assertEqual(budget.device["low-rank factors of experts, int2"], 3000)
 
+    @parameterized.parameters(
+        # Where copies of the first tier serve for the second one, more room is more of them.
+        (True, 8, 0), (True, 12, 0), (True, 24, 0), (False, 14, 128), (False, 6, None),
+    )  # fmt: skip
+    def test_slots_of_two_tiers_under_a_limit(self, first_alone, gib, lower):
+        run = run_budget(context=1024).run
+        high = int4(QWEN)
+        low = TierSize(name="int2", expert_nbytes=high.expert_nbytes * 5 // 9)
+        demands = PolicyDemands(first_alone=first_alone)
+        first, second = make_budget(run, [high, low], Limits(device_gib=gib), demands).tiers
+        self.assertEqual(second.slots, first.slots if lower is None else lower)
+        if first_alone:
+            more = make_budget(run, [high, low], Limits(device_gib=gib + 2), demands)
+            self.assertGreaterEqual(more.tiers[0].slots, min(128, first.slots + 1))
+
     def test_without_limits_all_experts_are_among_the_weights(self):
         budget = budget_of()
         self.assertFalse(budget.pooled)

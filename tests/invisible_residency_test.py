@@ -313,6 +313,10 @@ LOOPS = {
     "dymoe": Looped(
         "five", (4, 2), (3, 8), make_policy("dymoe", prefetch=2, **DYMOE), how={"prefetch": 2}
     ),
+    "dymoe, one expert apart": Looped(
+        "five", (4, 2), (7, 8), make_policy("dymoe", prefetch=0, **DYMOE),
+        how={"transient": 4, "apart": 2},
+    ),
     "buddymoe": Looped("five", (4,), (4,), BuddyMoe(lists=LISTS, rho=1), how={"first": 4}),
     "buddymoe and prefetch": Looped(
         "five", (4,), (4,), BuddyMoe(lists=LISTS, rho=1, prefetch=2),

@@ -211,7 +211,14 @@ class CachedExperts(Experts):
     def _is_grouped(self, num_pairs: int) -> bool:
         """Whether one launch multiplies the pairs of all tiers."""
         has_form = all(tier.impl == "grouped_kernel" for tier in self._tiers)
-        return has_form and not any(tier.num_waves(num_pairs) for tier in self._tiers)
+        return has_form and not any(self._has_waves(num_pairs))
+
+    def _has_waves(self, num_pairs: int) -> list[bool]:
+        """Whether each tier's plan of so many pairs has waves after the first fetch."""
+        return [
+            form.later_waves > 0 and not (tier.spec.emulated or tier.spec.between_steps)
+            for tier, form in zip(self._tiers, self._planner.forms(num_pairs), strict=True)
+        ]
 
     def _has_fused_plan(self, num_pairs: int) -> bool:
         """Whether one launch plans slots for so many pairs."""
@@ -281,18 +288,19 @@ class CachedExperts(Experts):
             pairs = ExpertPairs(slot, found.tier != SKIPPED, found.tier, biases)
             total = self._products_of_tiers(x, pairs, stacks)
         else:
-            products = []
+            products, waves = [], self._has_waves(ids.size)
             for i, step in enumerate(steps):
-                if not (has_waves := step.num_waves(ids.size)):
+                if not waves[i]:
                     tiers = self._prefetch(i, tiers, layer, token_mask, wanted)
                 mine, where = served[0] if decision is None else found.tier == i, self._slots_at[i]
                 own, tiers[where] = step.products(
                     tiers[where], layer, x, ids, mine, plans[i],
                     self._base(carry, i, tiers, layer, ids, found.base), biases,
+                    has_waves=waves[i],
                 )  # fmt: skip
                 products.append(own)
                 # Comes last: anything that waits for slots of a wave would be copied.
-                if has_waves:
+                if waves[i]:
                     tiers = self._prefetch(i, tiers, layer, token_mask, wanted)
             total = _selected(products, found.tier)
         alone = decision is None and jobs is None

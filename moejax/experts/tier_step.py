@@ -106,12 +106,6 @@ class TierStep:
         cache = self.spec.cache
         return min(self.spec.prefetch, cache.slots, cache.num_experts)
 
-    def num_waves(self, num_pairs: int) -> int:
-        """Number of waves after the first fetch."""
-        if self.spec.emulated or self.spec.between_steps:
-            return 0
-        return self.planner.forms(num_pairs)[0].later_waves
-
     def _bank(self, slots: TierSlots, turn: int, array: int = OWN) -> Bank:
         """Returns a layer's array of slots; of a tier that shares slots their words."""
         if array == APART:
@@ -236,7 +230,7 @@ class TierStep:
     def products(
         self, slots: TierSlots, layer: LayerIndex, x: jax.Array, ids: jax.Array,
         active: jax.Array, plan: SlotPlan, base: Base | None = None,
-        biases: PairBiases | None = None,
+        biases: PairBiases | None = None, *, has_waves: bool,
     ) -> tuple[jax.Array, TierSlots]:  # fmt: skip
         """Computes each expert's output per token, [P, N, A, D]; waves fetch theirs.
 
@@ -245,8 +239,9 @@ class TierStep:
           active: bool[N, A], pairs that run here.
           plan: of the layer; the experts of wave 0 are fetched.
           base: what this tier refines.
+          has_waves: whether the plan has waves after the first fetch.
         """
-        if not self.num_waves(active.size):
+        if not has_waves:
             pairs, stacks = self.pairs_and_stacks(slots, layer, ids, active, plan, base)
             return self._multiply(x, pairs._replace(biases=biases), stacks), slots
         return _Waves.of(self, slots, layer, x, plan, active, base, biases).run(slots)

@@ -358,13 +358,13 @@ def make_budget(
     """Plans every byte of a run, and the slots of each tier.
 
     Without a policy `_plan_tier` says it, of one tier. Under one, unless it asks for `slots`:
-    without a limit every tier has room for all experts (the first one for
-    `limits.slots`, if that is given). Under a limit the lower tiers have, if that leaves the first
-    one as many slots as a token needs experts, and it gets what is left; else all tiers have the
-    same number, or the first one has them all (`first_alone`). Of two tiers that share slots both
-    have as many as fit, or the sum of what the policy asks for. Experts have slots before a running
-    batch has more than its least pages; it gets those that the limit then leaves, or without a
-    limit all that it can use.
+    without a limit every tier has room for all experts (the first one for `limits.slots`, if that
+    is given). Under a limit the first one has them all if its copies serve for the lower ones
+    (`first_alone`). Else the lower tiers have room for all experts, if that leaves the first one as
+    many slots as a token needs experts, and it gets what is left; else all tiers have the same
+    number. Of two tiers that share slots both have as many as fit, or the sum of what the policy
+    asks for. Experts have slots before a running batch has more than its least pages; it gets those
+    that the limit then leaves, or without a limit all that it can use.
 
     A prompt brings the experts without a slot once a chunk. So the chunk is the longest of the
     run's for which their bytes, which every decode step draws from, are at most
@@ -499,8 +499,10 @@ def _planned(
         choices = [(count, count) for count in range(2 * num_experts - 1, 1, -1)]
     else:
         counts = range(num_experts, -1, -1)
-        pairs = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
-        pairs += [(n, 0 if policy.first_alone else n) for n in counts]
+        pairs = [(n, 0) for n in counts]
+        if not policy.first_alone:
+            pairs = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
+            pairs += [(n, n) for n in counts]
         choices = [(first, *[lower] * num_lower) for first, lower in pairs]
     for chosen in choices:
         found = made(chosen)
