@@ -1,7 +1,7 @@
 """Products with packed weights against float64 numpy, and what they leave alone."""
 
-import functools
 import dataclasses
+import functools
 from typing import Any
 from unittest import mock
 
