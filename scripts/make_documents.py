@@ -30,8 +30,14 @@ STUDIES = ROOT / "scripts/studies"
 
 @functools.cache
 def _picture() -> Picture:
-    speed, quality = "speed/decide_h200.jsonl", "quality/study3_quality.jsonl"
-    return Picture("Qwen3-30B-A3B", *(list(read_rows(STUDIES / one)) for one in (speed, quality)))
+    speed, *quality = (
+        list(read_rows(STUDIES / name))
+        for name in (
+            "speed/decide_h200.jsonl",
+            *(f"quality/study{n}_quality.jsonl" for n in (3, 4)),
+        )
+    )
+    return Picture("Qwen3-30B-A3B", speed, [row for rows in quality for row in rows])
 
 
 REGIONS: dict[str, Callable[[], str]] = {

@@ -1,6 +1,7 @@
 """Claims of a paper by the study model's rows, under bars written before, and all its rows.
 
-The study model is the newest that was made; of the first one are the quantizers' rows.
+The study model is the third that was made; of the first one are the quantizers' rows, and of the
+fourth one the tasks and what the third one lacks.
 """
 
 import dataclasses
@@ -14,9 +15,12 @@ from scripts.studies.quality.task_cases import TASKS, wrong_of
 from scripts.studies.tables.paper import Runs, markdown_table
 from scripts.studies.tables.rows import Found, Results
 
-STUDY, FIRST, DEMO = "study3", "study", "demo"
+STUDY, AGAIN, FIRST, DEMO = "study3", "study4", "study", "demo"
 # The first one that has rows counts.
-NAMES = {STUDY: "the study model", FIRST: "the first study model", DEMO: "the demo model"}
+NAMES = {
+    STUDY: "the study model", AGAIN: "the study model made again", FIRST: "the first study model",
+    DEMO: "the demo model",
+}  # fmt: skip
 
 
 class Measured(NamedTuple):
@@ -27,17 +31,23 @@ class Measured(NamedTuple):
 
 
 def by_window(results: Results, label: str = STUDY, end: str = "") -> dict[str, Measured]:
-    """Nats of a model's windows, by the rows' names without the model and `end`."""
-    found = results.every(rf"{label} \| (.*){re.escape(end)}")
+    """Nats of a model's windows, by the rows' names without the model and `end`.
+
+    What the study model lacks is of the one made again, all rows of a case or none.
+    """
+    labels = (AGAIN, STUDY) if label == STUDY else (label,)
     return {
-        match[1]: Measured(one.more["nats"], (one,)) for match, one in found if "nats" in one.more
+        match[1]: Measured(one.more["nats"], (one,))
+        for of in labels
+        for match, one in results.every(rf"{of} \| (.*){re.escape(end)}")
+        if "nats" in one.more
     }
 
 
 def by_document(results: Results) -> dict[str, Measured]:
-    """Wrong answers of the study model, by task and method."""
-    rows = [one for _, one in results.every(rf"tasks \| .* \| {STUDY}")]
-    wrong = wrong_of([dataclasses.asdict(one.row) for one in rows], STUDY)
+    """Wrong answers of the study model made again, by task and method."""
+    rows = [one for _, one in results.every(rf"tasks \| .* \| {AGAIN}")]
+    wrong = wrong_of([dataclasses.asdict(one.row) for one in rows], AGAIN)
 
     def of(method: str) -> tuple[Found, ...]:
         return tuple(one for one in rows if one.row.what.split(" | ")[2] == method)
@@ -94,7 +104,7 @@ def _judged(
 def tasks(results: Results, runs: Runs) -> str:
     """Scores of tasks under policies, percent, by method."""
     of: dict[str, dict[str, Found]] = {}
-    for match, one in results.every(rf"tasks \| (.*) \| (.*) \| {STUDY}"):
+    for match, one in results.every(rf"tasks \| (.*) \| (.*) \| {AGAIN}"):
         of.setdefault(match[2], {})[match[1]] = one
     rows = []
     for method, found in of.items():
