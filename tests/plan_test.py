@@ -410,6 +410,21 @@ class MainTest(PlanCase):
         self.assertIn("by bit planes 2,4, on a gpu", out)
         self.assertIn("(experts: int4 2.00 and int2 2.50 together", out)
 
+    @parameterized.parameters(
+        # Copies of INT4 serve who asks for INT2; planes do not, nor where all ask for INT2.
+        ("dymoe", "", "", "0"), ("dymoe", "planes=2,4", "", "128"),
+        ("on_demand", "", "", "0"), ("on_demand", "", "tier=int2", "128"),
+        ("scripts.studies.dymoe.controls:AsAsked", "", "", "128"),
+    )  # fmt: skip
+    def test_the_lower_tier_has_slots_where_the_first_does_not_serve(self, policy, how, given, low):
+        out = self.run_plan(
+            "--config.shape=Qwen3-30B-A3B", "--config.memory.device_gib=16", "--config.context=640",
+            "--config.attention_bits=4", f"--config.policy.name={policy}",
+            "--config.policy.tiers=int4,int2", f"--config.policy.settings={given}",
+            *(f"--config.{word}" for word in filter(None, [how])),
+        )  # fmt: skip
+        self.assertEqual(re.search(r"int2: .*, (\d+) of 128 cached", out)[1], low)
+
     def test_a_mesh_cuts_a_shape_of_mxfp4_in_its_own_groups(self):
         config = PlanConfig(shape="Qwen3-30B-A3B", mxfp4=True, mesh="8", context=64)
         [tier] = planning.budget_of(config).tiers

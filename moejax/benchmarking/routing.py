@@ -37,7 +37,7 @@ QWEN3_HIT_RATES = {8: 0.37, 24: 0.74, 48: 0.89, 80: 0.96}
 # above). Nothing is published of the others, which a benchmark draws evenly and says so.
 EXPONENTS = {"Qwen3-30B-A3B": 0.85}
 
-TOP_SHARES = {2: 0.65, 8: 0.25}  # by A, of the weights' sum, the likeliest expert's; mean
+_TOP_SHARES = {2: 0.65, 8: 0.25}  # by A, of the weights' sum, the likeliest expert's; mean
 
 PLACES = 512  # tokens that the temperature is found on
 
@@ -46,7 +46,7 @@ MOST_STEPS, LEAST_STEPS, MOST_TOKENS = 256, 32, 2048
 
 SHIFT_SHARE = 0.25  # of a layer's experts, which exchange ranks in a shift
 
-CHOSEN_MASS = 0.9  # of a softmax that a trace of chosen experts stands for
+_CHOSEN_MASS = 0.9  # of a softmax that a trace of chosen experts stands for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +135,10 @@ def of_trace(
     steps = _num_steps(batch)
     used, num_experts = min(steps, len(ids)), config.num_experts
     ids, gates = (_spread(of, batch, steps) for of in (ids, gates))
-    rest = (1 - CHOSEN_MASS) / max(1, num_experts - ids.shape[-1])
+    rest = (1 - _CHOSEN_MASS) / max(1, num_experts - ids.shape[-1])
     probabilities = np.full((*ids.shape[:-1], num_experts), rest, np.float32)
     # A gate of 0 is a chosen expert all the same: not below what is not chosen.
-    np.put_along_axis(probabilities, ids, CHOSEN_MASS * gates + rest, axis=-1)
+    np.put_along_axis(probabilities, ids, _CHOSEN_MASS * gates + rest, axis=-1)
     probabilities /= probabilities.sum(axis=-1, keepdims=True)
     predicted = _predictions(np.random.default_rng(seed), probabilities, ids, recall)
     is_own = (trace.num_experts, trace.width) == (config.num_experts, config.experts_per_token)
@@ -268,7 +268,7 @@ def _popularity(
 def _scale(logits: np.ndarray, width: int) -> float:
     """Factor of the logits at which the likeliest chosen expert has its share."""
     top = -np.sort(-logits.astype(np.float64), axis=-1)[:, :width]
-    wanted = TOP_SHARES.get(width, 0.5 + 0.5 / width)
+    wanted = _TOP_SHARES.get(width, 0.5 + 0.5 / width)
     low, high = 0.0, 64.0
     for _ in range(50):
         middle = (low + high) / 2

@@ -211,10 +211,10 @@ class CachedExperts(Experts):
     def _is_grouped(self, num_pairs: int) -> bool:
         """Whether one launch multiplies the pairs of all tiers."""
         has_form = all(tier.impl == "grouped_kernel" for tier in self._tiers)
-        return has_form and not any(self._has_waves(num_pairs))
+        return has_form and not any(self._which_have_waves(num_pairs))
 
-    def _has_waves(self, num_pairs: int) -> list[bool]:
-        """Whether each tier's plan of so many pairs has waves after the first fetch."""
+    def _which_have_waves(self, num_pairs: int) -> list[bool]:
+        """Whether a tier's plan of so many pairs has waves after the first fetch, by tier."""
         return [
             form.later_waves > 0 and not (tier.spec.emulated or tier.spec.between_steps)
             for tier, form in zip(self._tiers, self._planner.forms(num_pairs), strict=True)
@@ -288,7 +288,7 @@ class CachedExperts(Experts):
             pairs = ExpertPairs(slot, found.tier != SKIPPED, found.tier, biases)
             total = self._products_of_tiers(x, pairs, stacks)
         else:
-            products, waves = [], self._has_waves(ids.size)
+            products, waves = [], self._which_have_waves(ids.size)
             for i, step in enumerate(steps):
                 if not waves[i]:
                     tiers = self._prefetch(i, tiers, layer, token_mask, wanted)

@@ -343,13 +343,14 @@ def _budget_of_tiers(
             "that needs every base plane on the device and every plane in host memory, since "
             "experts move between steps"
         )
+    are_planes = list(tiers) != list(copies or tiers)  # a plane serves for no other one
     demands = PolicyDemands(
         slots=slots,
         prefetch=limits.prefetch or default_prefetch(policy, config.experts_per_token),
         bulk=limits.bulk or (None if moves else 0),
         between_steps=policy.transfer_tiers(spec),
         device=functools.partial(_policy_parts, policy),
-        first_alone=not moves and policy.high_serves_low,
+        first_share=None if moves or are_planes else policy.first_share(spec),
     )
     return make_budget(run, tiers, limits, demands)
 

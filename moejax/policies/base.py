@@ -179,10 +179,13 @@ class Policy(abc.ABC, Generic[State]):
         """Whether decisions may name experts that the router did not choose."""
         return False
 
-    @property
-    def high_serves_low(self) -> bool:
-        """Whether a high copy may serve a pair that asks for a lower tier (DyMoE 4.4.2)."""
-        return False
+    def first_share(self, spec: PolicySpec) -> float | None:
+        """Share of pairs that ask for the first tier, if its copies serve all others (DyMoE 4.4.2).
+
+        Then lower tiers may be left without slots. None: pairs run in the tier that they ask for.
+        """
+        del spec
+        return None
 
     @property
     def partition_refusal(self) -> str | None:

@@ -56,8 +56,6 @@ class OnDemand(Policy[_OnDemandState]):
     """Runs the router's choice in one tier and fetches misses when they are needed."""
 
     name: ClassVar[str] = "on_demand"
-    high_serves_low: ClassVar[bool] = True
-
     tier: str = ""  # its name; "": the one of highest fidelity
     # t of DyMoE eq. 7 and 8, experts of the next layer to prefetch; at most as many as the layer
     # has slots.
@@ -80,6 +78,10 @@ class OnDemand(Policy[_OnDemandState]):
     def layer_axes(self) -> Any:
         """Names the state's layer axes, as `Policy.layer_axes`."""
         return layer_axes_of(_OnDemandState, limit=0)
+
+    def first_share(self, spec: PolicySpec) -> float | None:
+        """Share of pairs that ask for the first tier, as `Policy.first_share`: all or none."""
+        return 1.0 if tier_id(spec, self.tier, 0) == 0 else None
 
     def init(self, spec: PolicySpec) -> _OnDemandState:
         """Makes the first state, as `Policy.init`."""
@@ -111,4 +113,7 @@ class Resident(OnDemand):
     """Runs the router's choice in one tier; other tiers keep their slots."""
 
     name: ClassVar[str] = "resident"
-    high_serves_low: ClassVar[bool] = False
+
+    def first_share(self, spec: PolicySpec) -> None:
+        """None, as `Policy.first_share`: every tier keeps slots."""
+        del spec

@@ -76,7 +76,6 @@ class DyMoE(Policy[_DyMoEState]):
     """Mixed precision by importance."""
 
     name: ClassVar[str] = "dymoe"
-    high_serves_low: ClassVar[bool] = True
 
     high: str = ""  # the tier of critical experts; "": the first
     low: str = ""  # the tier of the others; "": the last; "skip": they are left out (4/0)
@@ -139,6 +138,10 @@ class DyMoE(Policy[_DyMoEState]):
         if self.selection == "random":
             return None
         return layer_axes_of(_DyMoEState, decode=0, prefill=0, ahead=1)
+
+    def first_share(self, spec: PolicySpec) -> float | None:
+        """Share of pairs that ask for the first tier, as `Policy.first_share`: critical ones."""
+        return self.retention if tier_id(spec, self.high, 0) == 0 else None
 
     def counts(self, num_layers: int, num_requested: int) -> np.ndarray:
         """Critical experts t_l, int64[L], of `num_requested` per layer; their mean is printed."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -345,11 +346,9 @@ class PolicyDemands:
     between_steps: Sequence[int] = ()
     # bytes by part that the steps of a run take on the device for the policy's sake
     device: Callable[[RunSizes], Mapping[str, int]] = lambda run: {}
-    # a copy of the first tier serves whoever asks for a lower one, and nothing is brought to the
-    # lower ones between steps, so slots are best spent on the first (experts drawn evenly: four
-    # slots of INT4 move 0.81 of the bytes that three of INT4 and two of INT2 do;
-    # `tests/benchmark_run_test.py`)
-    first_alone: bool = False
+    # share of the pairs that ask for the first tier, whose copies serve all others, too; None: they
+    # do not, or something is brought to lower tiers between steps
+    first_share: float | None = None
 
 
 def make_budget(
@@ -359,12 +358,13 @@ def make_budget(
 
     Without a policy `_plan_tier` says it, of one tier. Under one, unless it asks for `slots`:
     without a limit every tier has room for all experts (the first one for `limits.slots`, if that
-    is given). Under a limit the first one has them all if its copies serve for the lower ones
-    (`first_alone`). Else the lower tiers have room for all experts, if that leaves the first one as
-    many slots as a token needs experts, and it gets what is left; else all tiers have the same
-    number. Of two tiers that share slots both have as many as fit, or the sum of what the policy
-    asks for. Experts have slots before a running batch has more than its least pages; it gets those
-    that the limit then leaves, or without a limit all that it can use.
+    is given). Under a limit the lower tiers have room for all experts, if that leaves the first one
+    as many slots as a token needs experts, and it gets what is left; else all tiers have the same
+    number. Where copies of the first one serve for the lower ones (`first_share`), it has all slots
+    unless lower tiers with room for all fetch fewer bytes. Of two tiers that share slots both have
+    as many as fit, or the sum of what the policy asks for. Experts have slots before a running
+    batch has more than its least pages; it gets those that the limit then leaves, or without a
+    limit all that it can use.
 
     A prompt brings the experts without a slot once a chunk. So the chunk is the longest of the
     run's for which their bytes, which every decode step draws from, are at most
@@ -409,8 +409,24 @@ def _with_pages(
     return _planned(dataclasses.replace(run, num_pages=pages), tiers, limits, policy)
 
 
-def _missing_nbytes(budget: Budget, policy: PolicyDemands | None) -> int:
+def _missing_of_pair(
+    share: float, tiers: Sequence[TierSize], num_experts: int, pair: tuple[int, int]
+) -> float:
+    """Bytes of a layer's experts that may be fetched, by slots of the first and of lower tiers.
+
+    `share` of pairs ask for the first tier; the others fetch what no tier has.
+    """
+    first, lower = (1 - slots / num_experts for slots in pair)
+    own, other = tiers[0].expert_nbytes, tiers[-1].expert_nbytes
+    return num_experts * first * (share * own + (1 - share) * lower * other)
+
+
+def _missing_nbytes(budget: Budget, policy: PolicyDemands | None) -> float:
     """Bytes of a layer's experts that have no slot, in the tiers from which steps fetch."""
+    first, *lower = budget.tiers
+    if policy and policy.first_share is not None and lower:
+        sizes, pair = [tier.tier for tier in budget.tiers], (first.slots, lower[-1].slots)
+        return _missing_of_pair(policy.first_share, sizes, budget.run.num_experts, pair)
     unfetched = policy.between_steps if policy else ()
     return sum(
         (tier.tier.planes * tier.num_experts - tier.slots) * tier.tier.expert_nbytes
@@ -499,10 +515,12 @@ def _planned(
         choices = [(count, count) for count in range(2 * num_experts - 1, 1, -1)]
     else:
         counts = range(num_experts, -1, -1)
-        pairs = [(n, 0) for n in counts]
-        if not policy.first_alone:
-            pairs = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
+        pairs = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
+        if (share := policy.first_share) is None:
             pairs += [(n, n) for n in counts]
+        else:
+            missing = functools.partial(_missing_of_pair, share, tiers, num_experts)
+            pairs = sorted(pairs + [(n, 0) for n in counts], key=missing)
         choices = [(first, *[lower] * num_lower) for first, lower in pairs]
     for chosen in choices:
         found = made(chosen)

@@ -76,10 +76,13 @@ def _candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[_Cand
             setting = {"slots": slots, "period": period}
             yield _Candidate(policy="dynaexq", tiers=two, setting=setting)
         for r in RETENTIONS:
-            setting = {"slots": slots, "retention": r} | plain
-            yield _Candidate(policy="dymoe", tiers=two, setting=setting)
             together = {"slots": slots, "retention": r, "period": 64} | plain
             yield _Candidate(policy="compose", tiers=two, setting=together)
+    # Copies of the first tier serve for the second one, which may have no slots.
+    for slots in (*_divisions(room, first, last, trace), (alone, 0)):
+        for r in RETENTIONS:
+            setting = {"slots": slots, "retention": r} | plain
+            yield _Candidate(policy="dymoe", tiers=two, setting=setting)
 
 
 def _divisions(room: int, first: int, last: int, trace: Trace) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from moejax.policies.base import Decision, Observation
+from moejax.policies.base import Decision, Observation, PolicySpec
 from moejax.policies.dymoe import DyMoE
 from pallas_kernels.cache_plan import Rule
 
@@ -21,7 +21,10 @@ class AsAsked(DyMoE):
     """
 
     name: ClassVar[str] = "dymoe_as_asked"
-    high_serves_low: ClassVar[bool] = False
+
+    def first_share(self, spec: PolicySpec) -> float | None:
+        """None: no other copy will do."""
+        return None
 
     def decide(self, state: Any, observation: Observation) -> tuple[Decision, Any]:
         """Decides like DyMoE; no other copy will do."""
