@@ -145,6 +145,33 @@ class DecisionTest(parameterized.TestCase):
             )
             self.assertEqual(bool((decision.ids != o.ids).any()), changes)
 
+    @parameterized.product(form=("ranks", "kernel"), fall_back=("fetch", "drop"), rho=(1, None))
+    def test_pairs_of_a_prompt_keep_experts_that_are_fetched_anyway(self, form, fall_back, rho):
+        how = {"lists": LISTS, "fall_back": fall_back, "rho": rho}
+        policy, printed = BuddyMoe(form=form, **how), BuddyMoe(keep_fetched=False, **how)
+        state, expected_state, num_kept = policy.init(SPEC), printed.init(SPEC), 0
+        for o in steps(5, 12):
+            o = dataclasses.replace(o, is_prefill=True)
+            decision, state = jax.jit(policy.decide)(state, o)
+            plain, _ = jax.jit(printed.decide)(expected_state, o)
+            ids, runs = np.asarray(o.ids), np.asarray(plain.tier) != SKIPPED
+            active = np.broadcast_to(np.asarray(o.active)[:, None], ids.shape)
+            missing = active & ~np.asarray(o.resident[0])[ids]
+            fetched = {*ids[missing & runs & (np.asarray(plain.ids) == ids)].tolist()}
+            kept = missing & np.isin(ids, [*fetched])
+            np.testing.assert_array_equal(decision.ids, np.where(kept, ids, plain.ids))
+            np.testing.assert_array_equal(decision.tier, np.where(kept | runs, 0, SKIPPED))
+            ran = np.where(np.asarray(decision.tier) == SKIPPED, -1, np.asarray(decision.ids))
+            away = {*ran[active].tolist()} - {-1, *np.flatnonzero(o.resident[0]).tolist()}
+            self.assertEqual(away, fetched)
+            num_kept += int((kept & (np.asarray(plain.ids) != ids)).sum())
+            replaced = np.zeros((LAYERS, EXPERTS), int)
+            np.add.at(replaced[int(o.layer)], ids[np.asarray(decision.ids) != ids], 1)
+            np.testing.assert_array_equal(state.replaced - expected_state.replaced, replaced)
+            expected_state = dataclasses.replace(expected_state, replaced=state.replaced)
+        # Without a budget all that has no buddy is dropped, so that nothing is fetched.
+        self.assertEqual(num_kept > 0, fall_back == "fetch" or rho == 1)
+
 
 class TransfersTest(parameterized.TestCase):
     def missing(self, **settings: Any) -> tuple[BuddyMoe, BuddyState]:

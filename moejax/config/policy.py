@@ -59,6 +59,7 @@ SETTINGS = {
     "depth": "buddymoe: list entries to search, H; None: all",
     "fall_back": "buddymoe: fate of a pair without a buddy: fetch or drop",
     "in_prefill": "buddymoe: use buddies in prompts too",
+    "keep_fetched": "buddymoe: no buddy in a prompt for an expert that its chunk fetches anyway",
     "background_bytes": "buddymoe: bytes of background transfers a step; None: 1/4 of an expert",
     "half_life": "buddymoe: steps after which a miss counts half",
     "least_misses": "buddymoe: misses before an expert is fetched in the background",

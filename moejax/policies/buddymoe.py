@@ -14,7 +14,8 @@ would freeze.
 
 Tokens are independent; the ranks of a token are visited in order, so that the result is that of the
 printed loops, not of the CUDA kernel's race (section 4). U_t holds all experts that the router
-chose, the missing ones too, as printed, and the buddies so far.
+chose, the missing ones too, as printed, and the buddies so far. After it, in prompts alone and not
+in the paper: a pair whose expert the chunk fetches for another pair runs it (`keep_fetched`).
 
 Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K places of a buddy list,
 of which H are searched.
@@ -242,6 +243,9 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     depth: int | None = None  # H, places of a list that are searched; None is all
     fall_back: FallBack = "fetch"  # what happens to a pair without a buddy
     in_prefill: bool = True  # whether prompts are served by buddies as well
+    # whether pairs of a prompt keep the expert that their chunk fetches for another pair: the same
+    # bytes, and fewer replacements; False is Algorithm 1 as printed
+    keep_fetched: bool = True
     # experts of the next layer to prefetch, those that its router ranks first for this layer's
     # input; -1: as many as a token has. 0 is Algorithm 1, which takes residency as it is given, in
     # a system without prefetch (section 3.4). Never more than the layer has slots.
@@ -281,7 +285,8 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             check_number("rho", self.rho, 0, 2**30, integer=True)
         if self.depth is not None:
             check_number("depth", self.depth, 1, self.lists.ids.shape[-1], integer=True)
-        check_flag("in_prefill", self.in_prefill)
+        for name in ("in_prefill", "keep_fetched"):
+            check_flag(name, getattr(self, name))
         check_number("prefetch", self.prefetch, -1, 2**30, integer=True)
         if self.background_bytes is not None:
             check_number("background_bytes", self.background_bytes, 0)
@@ -393,14 +398,17 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         )
         if o.is_complete or (o.is_prefill and not self.in_prefill):
             return served, state  # nothing is missing, or replaced: a launch less
-        resident = o.resident[0]
+        resident, keeps = o.resident[0], o.is_prefill and self.keep_fetched
+        missing = asked & ~resident.at[o.ids].get(mode="clip")
+        counts = None  # of replaced pairs, by the kernel
         if self._is_one_launch:
             given = o.active if runs is None else asked
-            found, state = self._searched(state, o, resident, given)
+            found, counts = self._searched(state, o, resident, given, counts=not keeps)
         else:
-            missing = asked & ~resident.at[o.ids].get(mode="clip")
             wanted = missing & self._passes(state, o, resident, asked)
             found = self.search(state, o, resident, wanted)
+        if keeps:
+            found = self._without_fetched(found, o, missing)
         ids, weights = found.ids, o.weights
         if state.gains is not None:
             gain = state.gains.at[o.layer, o.ids, ids].get(mode="clip")
@@ -412,7 +420,20 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         decision = served._replace(ids=ids, tier=tier, weights=weights)
         if self.bypass_bytes is not None and not o.is_prefill:
             state = _with_missing(state, o, asked)
-        return decision, self._counted(state, o, found.replaced, dropped)
+        return decision, self._counted(state, o, counts, found.replaced, dropped)
+
+    def _without_fetched(
+        self, found: Substitution, o: Observation, missing: jax.Array
+    ) -> Substitution:
+        """Leaves out the pairs whose expert is fetched for another pair anyway."""
+        fetched = missing & ~(found.searched if self.fall_back == "drop" else found.replaced)
+        num_experts = o.resident.shape[1]
+        places = jnp.where(fetched, o.ids, num_experts)
+        coming = jnp.zeros(num_experts, bool).at[places].set(True, mode="drop")
+        kept = missing & coming.at[o.ids].get(mode="clip")
+        return Substitution(
+            jnp.where(kept, o.ids, found.ids), found.replaced & ~kept, found.searched & ~kept
+        )
 
     def ahead(self, state: BuddyState, o: Observation) -> jax.Array | None:
         """Chooses what to prefetch of the next layer, as `Decision.ahead`; None without."""
@@ -478,9 +499,10 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         return self.form == "kernel" and self.has_kernel and not self._is_scored
 
     def _searched(
-        self, state: BuddyState, o: Observation, resident: jax.Array, allowed: jax.Array
-    ) -> tuple[Substitution, BuddyState]:
-        """Substitutes by that kernel; returns the state with counts of replaced pairs."""
+        self, state: BuddyState, o: Observation, resident: jax.Array, allowed: jax.Array,
+        *, counts: bool,
+    ) -> tuple[Substitution, jax.Array | None]:  # fmt: skip
+        """Substitutes by that kernel; with `counts` returns those of replaced pairs, too."""
         s = state.settings
         if self._is_bypassed:
             asked = jnp.broadcast_to(allowed.reshape(len(o.ids), -1), o.ids.shape)
@@ -489,12 +511,10 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         held = resident if o.tables is None else o.tables
         found = buddy_search.search(
             o.ids, state.lists, o.layer, held, allowed, s.depth, s.budget,
-            Gate(o.probabilities, s.tau, s.margin, s.temperature), state.replaced,
-            last_first=self.spend_on == "last",
+            Gate(o.probabilities, s.tau, s.margin, s.temperature),
+            state.replaced if counts else None, last_first=self.spend_on == "last",
         )  # fmt: skip
-        assert found.replaced is not None
-        substitution = Substitution(found.ids, found.ids != o.ids, found.searched)
-        return substitution, dataclasses.replace(state, replaced=found.replaced)
+        return Substitution(found.ids, found.ids != o.ids, found.searched), found.replaced
 
     def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
@@ -524,9 +544,10 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         return _buddy_score(listed, q, logits, hops, settings.eta, settings.kappa)
 
     def _counted(
-        self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array
-    ) -> BuddyState:
-        """Counts a layer's replaced and dropped pairs by the missed expert."""
+        self, state: BuddyState, o: Observation, counts: jax.Array | None, replaced: jax.Array,
+        dropped: jax.Array,
+    ) -> BuddyState:  # fmt: skip
+        """Counts a layer's pairs by the missed expert; `counts`: replaced ones, if known."""
         expert = jnp.arange(state.missed.shape[1], dtype=jnp.int32)
 
         def by_expert(pairs: jax.Array) -> jax.Array:
@@ -537,8 +558,8 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             row = jax.lax.dynamic_index_in_dim(counts, o.layer, keepdims=False) + by_expert(pairs)
             return jax.lax.dynamic_update_index_in_dim(counts, row, o.layer, 0)
 
-        now: dict[str, Any] = {}
-        if not self._is_one_launch:
+        now: dict[str, Any] = {"replaced": counts}
+        if counts is None:
             now["replaced"] = added(state.replaced, replaced)
         if self.fall_back == "drop":
             now["dropped"] = added(state.dropped, dropped)

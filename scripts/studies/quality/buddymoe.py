@@ -28,6 +28,7 @@ from scripts.studies.quality.subject import BATCH, Subject, point
 
 CACHE_RATES = (0.75, 0.5, 0.375)
 ALPHA, MOST = 0.95, 16  # tau and |B| of the tables' best rows
+PRINTED: dict[str, Any] = {"background_bytes": 0.0, "keep_fetched": False}  # Algorithm 1 alone
 DECODED = 8  # windows at once, of steps of a token each
 # Of the loss of random experts: 0.735 - 0.695 over 0.735 - 0.55, Table 2's averages at c = 0.75.
 LOSS_OF_RANDOM = 0.216
@@ -149,9 +150,7 @@ class Runs:
             )[orders]
             for suffix, make, order in kinds:
                 used = lists if order is None else reordered(lists, order)
-                policy = make(
-                    lists=used, gains=gains if not suffix else None, background_bytes=0.0, **given
-                )
+                policy = make(lists=used, gains=gains if not suffix else None, **PRINTED, **given)
                 key = rate, make, gains is not None and not suffix, "beta" in given
                 yield self.run(windows, f"{name}{suffix}", rate, policy, key)
 
@@ -176,7 +175,7 @@ class Runs:
         for windows in self.subject.both:
             lists = self.profile(windows.name, "coactivations").lists
             empty = BuddyLists(np.full_like(lists.ids, -1), np.zeros_like(lists.q))
-            policy = BuddyMoe(lists=empty, fall_back="drop", background_bytes=0.0)
+            policy = BuddyMoe(lists=empty, fall_back="drop", **PRINTED)
             yield self.run(windows, "left out", rate, policy, (rate, "left out"))
 
     def decoded(self, rate: float) -> Iterator[Point]:
@@ -194,7 +193,7 @@ class Runs:
                 ("rho 3", BuddyMoe, 3),
                 ("rho 3, random at equal rho", MatchedRandom, 3),
             ):
-                policy = make(lists=lists, background_bytes=0.0, prefetch=width, rho=rho)
+                policy = make(lists=lists, prefetch=width, rho=rho, **PRINTED)
                 served = self._begun(windows, rate, policy, (rate, "decode", make), width)
                 run = served.run(few, DECODED, as_decode=True)
                 ledger = served.memory.read_counters()

@@ -27,16 +27,19 @@ def _dynaexq(share: float) -> tuple[str, ...]:
     return ("policy.name=dynaexq", f"policy.settings={settings}", *_LOW, "policy.slots=15+16")
 
 
+_PRINTED = "background_bytes=0 keep_fetched=False"  # Algorithm 1 alone
+
+
 def _buddies(name: str, slots: int, **settings: Any) -> tuple[str, ...]:
     """Experts of a layer in so many slots of 16, in the precision of the checkpoint."""
     given = " ".join(f"{key}={value}" for key, value in settings.items())
-    return (f"policy.name={name}", f"policy.settings=background_bytes=0 {given}".strip(),
+    return (f"policy.name={name}", f"policy.settings={_PRINTED} {given}".strip(),
             "policy.emulate=True", f"policy.slots={slots}")  # fmt: skip
 
 
 def _composed(slots: int) -> tuple[str, ...]:
     """DyMoE 4/0 with buddies, experts in INT4 in so many slots of 16."""
-    settings = "parts=dymoe+buddymoe retention=0.75 low=skip prefetch=0 rho=3 background_bytes=0"
+    settings = f"parts=dymoe+buddymoe retention=0.75 low=skip prefetch=0 rho=3 {_PRINTED}"
     return ("policy.name=compose", f"policy.settings={settings}", "policy.tiers=int4",
             "policy.emulate=True", f"policy.slots={slots}")  # fmt: skip
 

@@ -105,9 +105,10 @@ def _buddymoe(num_experts: int) -> Methods:
         for name, policy, settings in (
             ("random", "scripts.studies.buddymoe.controls:RandomExpert", ""),
             ("co-activation", "buddymoe", ""),
-            ("co-activation, rho 3", "buddymoe", "rho=3"),
-            ("co-activation, rho 1", "buddymoe", "rho=1"),
+            ("co-activation, rho 3", "buddymoe", ",rho=3"),
+            ("co-activation, rho 1", "buddymoe", ",rho=1"),
         ):
+            settings = f"keep_fetched=False{settings}"  # Algorithm 1 as printed
             found[f"{name}, c {rate:g}"] = _policy(policy, "int4", settings, policy__slots=slots)
     return found
 
