@@ -30,14 +30,9 @@ STUDIES = ROOT / "scripts/studies"
 
 @functools.cache
 def _picture() -> Picture:
-    speed, *quality = (
-        list(read_rows(STUDIES / name))
-        for name in (
-            "speed/decide_h200.jsonl",
-            *(f"quality/study{n}_quality.jsonl" for n in (3, 4)),
-        )
-    )
-    return Picture("Qwen3-30B-A3B", speed, [row for rows in quality for row in rows])
+    speed = list(read_rows(STUDIES / "speed/decide_h200.jsonl"))
+    files = [STUDIES / f"quality/study{n}_quality.jsonl" for n in (3, 4)]
+    return Picture("Qwen3-30B-A3B", speed, [row for file in files for row in read_rows(file)])
 
 
 REGIONS: dict[str, Callable[[], str]] = {

@@ -214,8 +214,10 @@ def caption(label: str, of_tasks: str, shape: str, points: Sequence[Joined]) -> 
     )
 
 
-def draw(canvas: Canvas, shape: str, label: str, points: Sequence[Joined], scored: Scores) -> None:
-    """A panel a text, a line a method."""
+def draw(
+    canvas: Canvas, shape: str, labels: tuple[str, str], points: Sequence[Joined], scored: Scores
+) -> None:
+    """A panel a text, a line a method; labels are of the models of texts and of tasks."""
     texts = list(dict.fromkeys(text for text, _ in scored)) or [""]
     for panel, text in zip(canvas.panels(1, len(texts), size=(6.0, 4.5)), texts, strict=True):
         for method, style in zip(METHODS, STYLES, strict=True):
@@ -228,12 +230,12 @@ def draw(canvas: Canvas, shape: str, label: str, points: Sequence[Joined], score
                     f"{point.gib:g}", at, fontsize=6, xytext=(2, 2), textcoords="offset points"
                 )
         units = {one.unit for (of, _), many in scored.items() if of == text for one in many}
-        plain = scored.get((text, UNQUANTIZED), ())
+        plain, model = scored.get((text, UNQUANTIZED), ()), NAMES.get(labels[text == OF_TASKS], "")
         for one in plain:
             panel.axhline(one.figure, color="0.6", linewidth=0.8, label=UNQUANTIZED)
         panel.set(
             title=text, xlabel=f"tokens/s of {shape}; numbers are GiB", xscale="log",
-            ylabel=f"{', '.join(sorted(units))} of {NAMES.get(label, 'no model')}",
+            ylabel=f"{', '.join(sorted(units))} of {model}",
             yscale="linear" if text == OF_TASKS else "log",
         )  # fmt: skip
         panel.grid(alpha=0.3)
@@ -297,7 +299,8 @@ class Picture:
 
     def save(self, folder: Path) -> Path:
         """Draws the picture to a file named by the shape."""
+        labels = self._label, self._of_tasks
         return Canvas.save(
-            lambda canvas: draw(canvas, self._shape, self._label, self._points, self._scored),
+            lambda canvas: draw(canvas, self._shape, labels, self._points, self._scored),
             folder / f"what_to_run_{self._shape}.png",
         )

@@ -71,12 +71,12 @@ def regions(results: Results, page: str) -> dict[str, str]:
         missing: list[str] = []
         distances = [bar for bar in exact.CLAIMS if bar.paper == name]
         of_tasks = [bar for bar in task_cases.CLAIMS if bar.paper == title]
-        for found, bars, unit, of in (
-            (windows, [*_CLAIMS.get(name, ()), *distances], "Nats a token", label),
-            (documents, of_tasks, "Share of wrong answers", subjects.AGAIN),
-            (quantized, milo if name == "milo" else (), "Nats a token", label),
+        for found, bars, unit in (
+            (windows, [*_CLAIMS.get(name, ()), *distances], "Nats a token"),
+            (documents, of_tasks, "Share of wrong answers"),
+            (quantized, milo if name == "milo" else (), "Nats a token"),
         ):
-            judged, without = subjects.claims(found, runs, bars, unit, of, _DOUBTS)
+            judged, without = subjects.claims(found, runs, bars, unit, _DOUBTS)
             claims, missing = claims + judged, missing + without
         counts[name].update(claim[-1] for claim in claims)
         head = ["claim", "section", "what we find", "verdict"]

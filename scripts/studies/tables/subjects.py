@@ -28,16 +28,17 @@ class Measured(NamedTuple):
 
     values: Sequence[float]
     rows: tuple[Found, ...]
+    label: str  # of the model
 
 
 def by_window(results: Results, label: str = STUDY, end: str = "") -> dict[str, Measured]:
     """Nats of a model's windows, by the rows' names without the model and `end`.
 
-    What the study model lacks is of the one made again, all rows of a case or none.
+    What the study model lacks is of the one made again; no comparison has rows of both.
     """
     labels = (AGAIN, STUDY) if label == STUDY else (label,)
     return {
-        match[1]: Measured(one.more["nats"], (one,))
+        match[1]: Measured(one.more["nats"], (one,), of)
         for of in labels
         for match, one in results.every(rf"{of} \| (.*){re.escape(end)}")
         if "nats" in one.more
@@ -52,49 +53,61 @@ def by_document(results: Results) -> dict[str, Measured]:
     def of(method: str) -> tuple[Found, ...]:
         return tuple(one for one in rows if one.row.what.split(" | ")[2] == method)
 
-    return {name: Measured(values, of(name.split(" | ")[1])) for name, values in wrong.items()}
+    return {
+        name: Measured(values, of(name.split(" | ")[1]), AGAIN) for name, values in wrong.items()
+    }
 
 
 def claims(
-    found: Mapping[str, Measured], runs: Runs, bars: Sequence[Claim], unit: str, label: str,
+    found: Mapping[str, Measured], runs: Runs, bars: Sequence[Claim], unit: str,
     doubts: Mapping[str, tuple[str, str]],
 ) -> tuple[list[list[str]], list[str]]:  # fmt: skip
     """Rows of a table of claims, and the bars that lack rows, in words with what is known.
 
     Args:
       unit: of what is compared, such as "Nats a token".
-      label: of the model that the rows are of.
       doubts: a verdict of tests, and why it shows nothing, by what their claim says.
     """
     judged, missing = [], []
     for bar in bars:
         names = [row for test in bar.tests for _, row in test.terms]
         if all(name in found for name in names):
-            of = f"{NAMES[label]}; {bar.bar}. {unit}"
-            judged.append(_judged(found, runs, bar, of, doubts.get(bar.said, ("", ""))))
+            judged.append(_judged(found, runs, bar, unit, doubts.get(bar.said, ("", ""))))
         else:
             values = {name: one.values for name, one in found.items()}
             known = [(test, one) for test in bar.tests if (one := cases.judge(test, values))]
             rows = [row for test, _ in known for _, name in test.terms for row in found[name].rows]
-            told = "; ".join(_told(*one) for one in known)
+            told = "; ".join(_told(found, *one) for one in known)
             so_far = f"; so far {told} {runs.cite(*rows)}" if known else ""
             missing.append(f"{bar.said} ({bar.bar}{so_far})")
     return judged, missing
 
 
-def _told(test: cases.Comparison, one: cases.Outcome) -> str:
+def _model(found: Mapping[str, Measured], test: cases.Comparison) -> str:
+    (label,) = {found[name].label for _, name in test.terms}  # rows of one model
+    return NAMES[label]
+
+
+def _told(
+    found: Mapping[str, Measured], test: cases.Comparison, one: cases.Outcome, usual: str = ""
+) -> str:
+    """A comparison's outcome; of the model that is the usual one here it does not say so."""
     name = test.terms[0][1].partition(" | ")[2].replace(" | ", ", ")
     margin = f" (at most {test.margin:g})" if test.margin else ""
-    return f"{name} {one.mean:+.3f} ± {one.error:.3f}{margin}, {one.verdict}"
+    model = _model(found, test)
+    of = f" of {model}" if usual not in ("", model) else ""
+    return f"{name}{of} {one.mean:+.3f} ± {one.error:.3f}{margin}, {one.verdict}"
 
 
 def _judged(
-    found: Mapping[str, Measured], runs: Runs, bar: Claim, said: str, doubt: tuple[str, str]
+    found: Mapping[str, Measured], runs: Runs, bar: Claim, unit: str, doubt: tuple[str, str]
 ) -> list[str]:
     of, outcomes = verdict(bar, {name: one.values for name, one in found.items()})
-    tests = [_told(test, one) for test, one in zip(bar.tests, outcomes, strict=True)]
+    usual = _model(found, bar.tests[0])
+    tests = [_told(found, test, one, usual) for test, one in zip(bar.tests, outcomes, strict=True)]
     rows = [row for test in bar.tests for _, name in test.terms for row in found[name].rows]
-    said += f" above it, ± a standard error: {'; '.join(tests)} {runs.cite(*rows)}"
+    said = f"{usual}; {bar.bar}. {unit} above it, ± a standard error: "
+    said += f"{'; '.join(tests)} {runs.cite(*rows)}"
     doubted, why = doubt
     if doubted in [one.verdict for one in outcomes]:
         said, of = f"{said}; {why}", NOT_SHOWN if of == doubted else of
