@@ -17,7 +17,6 @@ from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.experts.state import CacheSpec, ExpertCache, HostRows, TierSlots, TierSpec, no_gate
-from moejax.experts.tier_step import TierStep
 from moejax.inference.runner import Runner
 from moejax.models.layer_index import layer_indices
 from moejax.models.leaf_kinds import EXPERT_LEAVES
@@ -191,21 +190,19 @@ class WiringTest(parameterized.TestCase):
 
     def test_what_the_kernel_does_not_plan(self):
         cache = CacheSizes(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
-        gpu, cpu = (ops.Kernels(Target(name, (9, 0))) for name in ("gpu", "cpu"))
+        gpu, cpu = (Target(name, (9, 0)) for name in ("gpu", "cpu"))
 
-        def serves(spec: TierSpec, kernels: ops.Kernels, pairs: int) -> bool:
-            nothing: Any = None
-            tier = TierStep(spec, CONFIG, nothing, "row", kernels)
-            return tier.planner.refusal(pairs) is None
+        def serves(spec: TierSpec, target: Target | None, pairs: int) -> bool:
+            return placing.CachePlanner((spec,), target).refusal(pairs) is None
 
         self.assertTrue(serves(TierSpec(cache), gpu, 256))
         self.assertFalse(serves(TierSpec(cache), gpu, 257))
         self.assertFalse(serves(TierSpec(cache), cpu, 8))
-        self.assertFalse(serves(TierSpec(cache), ops.NO_KERNELS, 8))
+        self.assertFalse(serves(TierSpec(cache), None, 8))
         self.assertFalse(serves(TierSpec(cache, read=lambda layer, experts: ()), gpu, 8))
         planes = dataclasses.replace(cache, planes=2)
         shared = TierSpec(planes, refines=2, shares_slots=True), TierSpec(planes)
-        self.assertIsNone(placing.CachePlanner(shared, gpu.target).refusal(8))
+        self.assertIsNone(placing.CachePlanner(shared, gpu).refusal(8))
 
     def test_an_engine_says_where_the_kernel_does_not_plan(self):
         cpu = jax.devices("cpu")[0]

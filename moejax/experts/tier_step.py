@@ -94,11 +94,6 @@ class TierStep:
     number: int = 0  # in the order of the tiers
 
     @property
-    def planner(self) -> CachePlanner:
-        """Plans this tier's slots alone."""
-        return CachePlanner((self.spec,), self.kernels.target, is_prefill=self.is_prefill)
-
-    @property
     def most_ahead(self) -> int:
         """Most experts of the next layer that a layer prefetches."""
         if not self.spec.looks_ahead(self.is_prefill):
@@ -224,7 +219,8 @@ class TierStep:
         mask = mask.reshape(-1)
         if not isinstance(layer.mlp, int):
             mask &= layer.mlp + 1 < self.spec.cache.num_layers
-        jobs, slots = self.planner.plan_prefetch(slots, self.rows.row_of, following, ids, mask)
+        planner = CachePlanner((self.spec,), self.kernels.target, is_prefill=self.is_prefill)
+        jobs, slots = planner.plan_prefetch(slots, self.rows.row_of, following, ids, mask)
         return self.copy_rows(slots, layer.turn, following, jobs, NEXT, OWN)
 
     def products(

@@ -110,10 +110,6 @@ class OnDemand(Policy[_OnDemandState]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resident(OnDemand):
-    """Runs the router's choice in one tier; other tiers keep their slots."""
+    """Runs the router's choice in one tier, as `OnDemand`: the name of a baseline."""
 
     name: ClassVar[str] = "resident"
-
-    def first_share(self, spec: PolicySpec) -> None:
-        """None, as `Policy.first_share`: every tier keeps slots."""
-        del spec

@@ -243,8 +243,8 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     depth: int | None = None  # H, places of a list that are searched; None is all
     fall_back: FallBack = "fetch"  # what happens to a pair without a buddy
     in_prefill: bool = True  # whether prompts are served by buddies as well
-    # whether pairs of a prompt keep the expert that their chunk fetches for another pair: the same
-    # bytes, and fewer replacements; False is Algorithm 1 as printed
+    # whether pairs of a prompt keep the expert that their chunk fetches for another pair, which
+    # costs the layer nothing; False is Algorithm 1 as printed
     keep_fetched: bool = True
     # experts of the next layer to prefetch, those that its router ranks first for this layer's
     # input; -1: as many as a token has. 0 is Algorithm 1, which takes residency as it is given, in

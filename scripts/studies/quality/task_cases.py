@@ -27,9 +27,6 @@ def _dynaexq(share: float) -> tuple[str, ...]:
     return ("policy.name=dynaexq", f"policy.settings={settings}", *_LOW, "policy.slots=15+16")
 
 
-_PRINTED = "background_bytes=0 keep_fetched=False"  # Algorithm 1 alone
-
-
 def _buddies(name: str, slots: int, **settings: Any) -> tuple[str, ...]:
     """Experts of a layer in so many slots of 16, in the precision of the checkpoint."""
     given = " ".join(f"{key}={value}" for key, value in settings.items())
@@ -44,6 +41,7 @@ def _composed(slots: int) -> tuple[str, ...]:
             "policy.emulate=True", f"policy.slots={slots}")  # fmt: skip
 
 
+_PRINTED = "background_bytes=0 keep_fetched=False"  # Algorithm 1 alone
 _RANDOM = _POLICY.format("buddymoe", "MatchedRandom")
 METHODS: dict[str, tuple[str, ...]] = {
     "exact": (),

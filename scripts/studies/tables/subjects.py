@@ -94,8 +94,7 @@ def _told(
     """A comparison's outcome; of the model that is the usual one here it does not say so."""
     name = test.terms[0][1].partition(" | ")[2].replace(" | ", ", ")
     margin = f" (at most {test.margin:g})" if test.margin else ""
-    model = _model(found, test)
-    of = f" of {model}" if usual not in ("", model) else ""
+    of = f" of {model}" if (model := _model(found, test)) != (usual or model) else ""
     return f"{name}{of} {one.mean:+.3f} ± {one.error:.3f}{margin}, {one.verdict}"
 
 
