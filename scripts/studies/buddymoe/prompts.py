@@ -33,7 +33,8 @@ def main(argv: list[str]) -> None:
         ids = engine.tokenizer.encode(unpacked(Path(_TEXT.value)).decode())
         for start in range(0, len(ids) - length, len(ids) // 8):
             engine.generate([ids[start : start + length]], max_new_tokens=1)
-        assert (ledger := engine.ledger) is not None
+        ledger = engine.ledger
+        assert ledger is not None
         *_, replaced, total = np.sum(np.asarray(ledger.gate), axis=0)
         report.add(f"prompts | {length} tokens, {slots} slots{kept} | gate mass replaced",
                    100 * float(replaced / total), "%", fetched=ledger.total("misses"))  # fmt: skip

@@ -102,13 +102,12 @@ def _buddymoe(num_experts: int) -> Methods:
     for rate in CACHE_RATES:
         slots = round(rate * num_experts)
         found[f"original, c {rate:g}"] = flags_of(memory__slots=slots)
-        for name, policy, settings in (
-            ("random", "scripts.studies.buddymoe.controls:RandomExpert", ""),
-            ("co-activation", "buddymoe", ""),
-            ("co-activation, rho 3", "buddymoe", ",rho=3"),
-            ("co-activation, rho 1", "buddymoe", ",rho=1"),
+        for name, policy, settings in (  # Algorithm 1 as printed
+            ("random", "scripts.studies.buddymoe.controls:RandomExpert", "keep_fetched=False"),
+            ("co-activation", "buddymoe", "keep_fetched=False"),
+            ("co-activation, rho 3", "buddymoe", "keep_fetched=False,rho=3"),
+            ("co-activation, rho 1", "buddymoe", "keep_fetched=False,rho=1"),
         ):
-            settings = f"keep_fetched=False{settings}"  # Algorithm 1 as printed
             found[f"{name}, c {rate:g}"] = _policy(policy, "int4", settings, policy__slots=slots)
     return found
 
