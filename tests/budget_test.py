@@ -207,19 +207,18 @@ class PartsTest(parameterized.TestCase):
         self.assertEqual(budget.device["low-rank factors of experts, int2"], 3000)
 
     @parameterized.parameters(
-        # Where copies of the first tier serve for the second one, more room is more of them, but
-        # where hardly a pair asks for it. With room for all of both all are there.
-        (0.75, 8, 0), (0.75, 12, 0), (0.75, 24, 0), (0.1, 14, 128), (0.75, 32, 128),
-        (None, 14, 128), (None, 6, None),
+        # Where copies of the first tier serve for the second one, more room is more of them.
+        (True, 8, 0), (True, 12, 0), (True, 24, 0), (True, 32, 0), (False, 14, 128),
+        (False, 6, None),
     )  # fmt: skip
-    def test_slots_of_two_tiers_under_a_limit(self, share, gib, lower):
+    def test_slots_of_two_tiers_under_a_limit(self, first_alone, gib, lower):
         run = dataclasses.replace(run_budget(chunk=1024).run, longer_chunks=(2048, 4096))
         high = int4(QWEN)
         low = TierSize(name="int2", expert_nbytes=high.expert_nbytes * 5 // 9)
-        demands = PolicyDemands(first_share=share)
+        demands = PolicyDemands(first_alone=first_alone)
         first, second = make_budget(run, [high, low], Limits(device_gib=gib), demands).tiers
         self.assertEqual(second.slots, first.slots if lower is None else lower)
-        if share == 0.75:
+        if first_alone:
             more = make_budget(run, [high, low], Limits(device_gib=gib + 2), demands)
             self.assertGreaterEqual(more.tiers[0].slots, min(128, first.slots + 1))
             # A longer chunk may cost 5 % of what the first tier lacks, and no more.

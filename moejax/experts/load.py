@@ -350,7 +350,7 @@ def _budget_of_tiers(
         bulk=limits.bulk or (None if moves else 0),
         between_steps=policy.transfer_tiers(spec),
         device=functools.partial(_policy_parts, policy),
-        first_share=None if moves or are_planes else policy.first_share(spec),
+        first_alone=not (moves or are_planes) and policy.first_alone(spec),
     )
     return make_budget(run, tiers, limits, demands)
 

@@ -179,13 +179,13 @@ class Policy(abc.ABC, Generic[State]):
         """Whether decisions may name experts that the router did not choose."""
         return False
 
-    def first_share(self, spec: PolicySpec) -> float | None:
-        """Share of pairs that ask for the first tier, if its copies serve all others (DyMoE 4.4.2).
+    def first_alone(self, spec: PolicySpec) -> bool:
+        """Whether the first tier is to have all slots of a limited memory.
 
-        Then lower tiers may be left without slots. None: pairs run in the tier that they ask for.
+        Its copies serve all pairs (DyMoE 4.4.2), and at least half of them ask for it.
         """
         del spec
-        return None
+        return False
 
     @property
     def partition_refusal(self) -> str | None:

@@ -79,9 +79,9 @@ class OnDemand(Policy[_OnDemandState]):
         """Names the state's layer axes, as `Policy.layer_axes`."""
         return layer_axes_of(_OnDemandState, limit=0)
 
-    def first_share(self, spec: PolicySpec) -> float | None:
-        """Share of pairs that ask for the first tier, as `Policy.first_share`: all or none."""
-        return 1.0 if tier_id(spec, self.tier, 0) == 0 else None
+    def first_alone(self, spec: PolicySpec) -> bool:
+        """Whether all ask for the first tier, as `Policy.first_alone`."""
+        return tier_id(spec, self.tier, 0) == 0
 
     def init(self, spec: PolicySpec) -> _OnDemandState:
         """Makes the first state, as `Policy.init`."""

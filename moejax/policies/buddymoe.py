@@ -244,7 +244,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     fall_back: FallBack = "fetch"  # what happens to a pair without a buddy
     in_prefill: bool = True  # whether prompts are served by buddies as well
     # whether pairs of a prompt keep the expert that their chunk fetches for another pair, which
-    # costs the layer nothing; False is Algorithm 1 as printed
+    # costs the layer nothing, on one device; False is Algorithm 1 as printed
     keep_fetched: bool = True
     # experts of the next layer to prefetch, those that its router ranks first for this layer's
     # input; -1: as many as a token has. 0 is Algorithm 1, which takes residency as it is given, in
@@ -398,7 +398,8 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         )
         if o.is_complete or (o.is_prefill and not self.in_prefill):
             return served, state  # nothing is missing, or replaced: a launch less
-        resident, keeps = o.resident[0], o.is_prefill and self.keep_fetched
+        resident = o.resident[0]
+        keeps = self.keep_fetched and o.is_prefill and o.partition is None
         missing = asked & ~resident.at[o.ids].get(mode="clip")
         counts = None  # of replaced pairs, by the kernel
         if self._is_one_launch:
@@ -427,9 +428,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     ) -> Substitution:
         """Leaves out the pairs whose expert is fetched for another pair anyway."""
         fetched = missing & ~(found.searched if self.fall_back == "drop" else found.replaced)
-        num_experts = o.resident.shape[1]
-        places = jnp.where(fetched, o.ids, num_experts)
-        coming = jnp.zeros(num_experts, bool).at[places].set(True, mode="drop")
+        coming = buddy_gates.requested_experts(o.ids, fetched, o.resident.shape[1])
         kept = missing & coming.at[o.ids].get(mode="clip")
         return Substitution(
             jnp.where(kept, o.ids, found.ids), found.replaced & ~kept, found.searched & ~kept

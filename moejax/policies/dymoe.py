@@ -139,9 +139,9 @@ class DyMoE(Policy[_DyMoEState]):
             return None
         return layer_axes_of(_DyMoEState, decode=0, prefill=0, ahead=1)
 
-    def first_share(self, spec: PolicySpec) -> float | None:
-        """Share of pairs that ask for the first tier, as `Policy.first_share`: critical ones."""
-        return self.retention if tier_id(spec, self.high, 0) == 0 else None
+    def first_alone(self, spec: PolicySpec) -> bool:
+        """Whether half or more are critical, in the first tier, as `Policy.first_alone`."""
+        return self.retention >= 0.5 and tier_id(spec, self.high, 0) == 0
 
     def counts(self, num_layers: int, num_requested: int) -> np.ndarray:
         """Critical experts t_l, int64[L], of `num_requested` per layer; their mean is printed."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -346,9 +345,10 @@ class PolicyDemands:
     between_steps: Sequence[int] = ()
     # bytes by part that the steps of a run take on the device for the policy's sake
     device: Callable[[RunSizes], Mapping[str, int]] = lambda run: {}
-    # share of the pairs that ask for the first tier, whose copies serve all others, too; None: they
-    # do not, or something is brought to lower tiers between steps
-    first_share: float | None = None
+    # copies of the first tier serve all pairs, at least half of which ask for it, and nothing is
+    # brought to lower tiers between steps. By experts drawn evenly n slots of it then fetch fewer
+    # bytes than fewer slots of it and lower tiers with room for all
+    first_alone: bool = False
 
 
 def make_budget(
@@ -358,19 +358,18 @@ def make_budget(
 
     Without a policy `_plan_tier` says it, of one tier. Under one, unless it asks for `slots`:
     without a limit every tier has room for all experts (the first one for `limits.slots`, if that
-    is given). Under a limit the lower tiers have room for all experts, if that leaves the first one
-    as many slots as a token needs experts, and it gets what is left; else all tiers have the same
-    number. Where copies of the first one serve for the lower ones (`first_share`), it has all slots
-    unless lower tiers with room for all fetch fewer bytes. Of two tiers that share slots both have
-    as many as fit, or the sum of what the policy asks for. Experts have slots before a running
-    batch has more than its least pages; it gets those that the limit then leaves, or without a
-    limit all that it can use.
+    is given). Under a limit the first one has all slots where that is best (`first_alone`); else
+    the lower tiers have room for all experts, if that leaves the first one as many slots as a token
+    needs experts, and it gets what is left; else all tiers have the same number. Of two tiers that
+    share slots both have as many as fit, or the sum of what the policy asks for. Experts have slots
+    before a running batch has more than its least pages; it gets those that the limit then leaves,
+    or without a limit all that it can use.
 
     A prompt brings the experts without a slot once a chunk. So the chunk is the longest of the
     run's for which their bytes, which every decode step draws from, are at most
-    `LONGER_CHUNK_COST` of what they are with the usual one. Where all experts stay on the device a
-    chunk reads and unpacks each of them once, so it is the longest that fits. A running batch keeps
-    the usual one there, since all rows wait for a chunk.
+    `LONGER_CHUNK_COST` of what they are with the usual one. Where all experts are among the weights
+    a chunk reads and unpacks each of them once, so it is the longest that fits. A running batch
+    keeps the usual one there, since all rows wait for a chunk.
 
     Args:
       tiers: in order of falling fidelity.
@@ -409,25 +408,11 @@ def _with_pages(
     return _planned(dataclasses.replace(run, num_pages=pages), tiers, limits, policy)
 
 
-def _missing_of_pair(
-    share: float, tiers: Sequence[TierSize], num_experts: int, pair: tuple[int, int]
-) -> float:
-    """Bytes of a layer's experts that may be fetched, by slots of the first and of lower tiers.
-
-    `share` of pairs ask for the first tier; the others fetch what no tier has.
-    """
-    first, lower = (1 - slots / num_experts for slots in pair)
-    own, other = tiers[0].expert_nbytes, tiers[-1].expert_nbytes
-    return num_experts * first * (share * own + (1 - share) * lower * other)
-
-
-def _missing_nbytes(budget: Budget, policy: PolicyDemands | None) -> float:
+def _missing_nbytes(budget: Budget, policy: PolicyDemands | None) -> int:
     """Bytes of a layer's experts that have no slot, in the tiers from which steps fetch."""
-    first, *lower = budget.tiers
-    if policy and policy.first_share is not None and lower:
-        sizes, pair = [tier.tier for tier in budget.tiers], (first.slots, lower[-1].slots)
-        return _missing_of_pair(policy.first_share, sizes, budget.run.num_experts, pair)
-    unfetched = policy.between_steps if policy else ()
+    unfetched: Sequence[int] = policy.between_steps if policy else ()
+    if policy and policy.first_alone:  # what the others fetch goes with what it lacks
+        unfetched = range(1, len(budget.tiers))
     return sum(
         (tier.tier.planes * tier.num_experts - tier.slots) * tier.tier.expert_nbytes
         for i, tier in enumerate(budget.tiers)
@@ -515,12 +500,10 @@ def _planned(
         choices = [(count, count) for count in range(2 * num_experts - 1, 1, -1)]
     else:
         counts = range(num_experts, -1, -1)
-        pairs = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
-        if (share := policy.first_share) is None:
+        pairs = [(n, 0) for n in counts]
+        if not policy.first_alone:
+            pairs = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
             pairs += [(n, n) for n in counts]
-        else:
-            missing = functools.partial(_missing_of_pair, share, tiers, num_experts)
-            pairs = sorted(pairs + [(n, 0) for n in counts], key=missing)
         choices = [(first, *[lower] * num_lower) for first, lower in pairs]
     for chosen in choices:
         found = made(chosen)

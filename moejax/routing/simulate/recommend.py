@@ -71,7 +71,8 @@ def _candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[_Cand
     if len(tiers.names) < 2:
         return
     two = Tiers(names=(tiers.names[0], tiers.names[-1]), expert_bytes=(first, last))
-    for slots in _divisions(room, first, last, trace):
+    divisions = _divisions(room, first, last, trace)
+    for slots in divisions:
         for period in PERIODS:
             setting = {"slots": slots, "period": period}
             yield _Candidate(policy="dynaexq", tiers=two, setting=setting)
@@ -79,7 +80,7 @@ def _candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[_Cand
             together = {"slots": slots, "retention": r, "period": 64} | plain
             yield _Candidate(policy="compose", tiers=two, setting=together)
     # Copies of the first tier serve for the second one, which may have no slots.
-    for slots in (*_divisions(room, first, last, trace), (alone, 0)):
+    for slots in (*divisions, (alone, 0)):
         for r in RETENTIONS:
             setting = {"slots": slots, "retention": r} | plain
             yield _Candidate(policy="dymoe", tiers=two, setting=setting)

@@ -22,9 +22,9 @@ class AsAsked(DyMoE):
 
     name: ClassVar[str] = "dymoe_as_asked"
 
-    def first_share(self, spec: PolicySpec) -> float | None:
-        """None: no other copy will do."""
-        return None
+    def first_alone(self, spec: PolicySpec) -> bool:
+        """False: no other copy will do."""
+        return False
 
     def decide(self, state: Any, observation: Observation) -> tuple[Decision, Any]:
         """Decides like DyMoE; no other copy will do."""

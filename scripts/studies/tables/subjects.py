@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 def by_window(results: Results, label: str = STUDY, end: str = "") -> dict[str, Measured]:
     """Nats of a model's windows, by the rows' names without the model and `end`.
 
-    What the study model lacks is of the one made again; no comparison has rows of both.
+    What the study model lacks is of the one made again.
     """
     labels = (AGAIN, STUDY) if label == STUDY else (label,)
     return {
@@ -70,31 +70,34 @@ def claims(
     """
     judged, missing = [], []
     for bar in bars:
-        names = [row for test in bar.tests for _, row in test.terms]
-        if all(name in found for name in names):
+        if all(_model(found, test) for test in bar.tests):
             judged.append(_judged(found, runs, bar, unit, doubts.get(bar.said, ("", ""))))
         else:
             values = {name: one.values for name, one in found.items()}
-            known = [(test, one) for test in bar.tests if (one := cases.judge(test, values))]
+            known = [
+                (test, one) for test in bar.tests
+                if _model(found, test) and (one := cases.judge(test, values))
+            ]  # fmt: skip
             rows = [row for test, _ in known for _, name in test.terms for row in found[name].rows]
-            told = "; ".join(_told(found, *one) for one in known)
+            told = "; ".join(_told(found, *one, "") for one in known)
             so_far = f"; so far {told} {runs.cite(*rows)}" if known else ""
             missing.append(f"{bar.said} ({bar.bar}{so_far})")
     return judged, missing
 
 
 def _model(found: Mapping[str, Measured], test: cases.Comparison) -> str:
-    (label,) = {found[name].label for _, name in test.terms}  # rows of one model
-    return NAMES[label]
+    """Names the model whose rows a comparison has; "" where it lacks some."""
+    labels = {found[name].label if name in found else "" for _, name in test.terms}
+    return NAMES.get(labels.pop(), "") if len(labels) == 1 else ""
 
 
 def _told(
-    found: Mapping[str, Measured], test: cases.Comparison, one: cases.Outcome, usual: str = ""
+    found: Mapping[str, Measured], test: cases.Comparison, one: cases.Outcome, usual: str
 ) -> str:
-    """A comparison's outcome; of the model that is the usual one here it does not say so."""
+    """A comparison's outcome, with its model unless that is the usual one."""
     name = test.terms[0][1].partition(" | ")[2].replace(" | ", ", ")
     margin = f" (at most {test.margin:g})" if test.margin else ""
-    of = f" of {model}" if (model := _model(found, test)) != (usual or model) else ""
+    of = f" of {model}" if (model := _model(found, test)) != usual else ""
     return f"{name}{of} {one.mean:+.3f} ± {one.error:.3f}{margin}, {one.verdict}"
 
 
