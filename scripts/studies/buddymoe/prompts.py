@@ -3,7 +3,7 @@
 python -m scripts.studies.buddymoe.prompts --lists=buddies.safetensors --text=FILE --output=x.jsonl
 """
 
-import itertools
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -24,8 +24,7 @@ def main(argv: list[str]) -> None:
     """Measures every setting, of the demo model on a CPU."""
     del argv
     report = Report(jax.devices("cpu")[0], "rho 3, 8 prompts", _OUTPUT.value)
-    kinds = "", ", fetched experts kept"
-    for slots, length, kept in itertools.product((8, 16, 24), (16, 64, 512), kinds):
+    for slots, length, kept in product((8, 16, 24), (16, 64, 512), ("", ", fetched kept")):
         how = {"lists": _LISTS.value, "rho": 3, "background_bytes": 0.0, "keep_fetched": bool(kept)}
         policy = Tiering(policy="buddymoe", settings=how, slots=(slots,))
         engine = Engine.from_pretrained("demo", platform="cpu", context=600, policy=policy)

@@ -70,14 +70,12 @@ def claims(
     """
     judged, missing = [], []
     for bar in bars:
-        if all(_model(found, test) for test in bar.tests):
+        tests = [test for test in bar.tests if _model(found, test)]
+        if len(tests) == len(bar.tests):
             judged.append(_judged(found, runs, bar, unit, doubts.get(bar.said, ("", ""))))
         else:
             values = {name: one.values for name, one in found.items()}
-            known = [
-                (test, one) for test in bar.tests
-                if _model(found, test) and (one := cases.judge(test, values))
-            ]  # fmt: skip
+            known = [(test, one) for test in tests if (one := cases.judge(test, values))]
             rows = [row for test, _ in known for _, name in test.terms for row in found[name].rows]
             told = "; ".join(_told(found, *one, "") for one in known)
             so_far = f"; so far {told} {runs.cite(*rows)}" if known else ""
