@@ -170,12 +170,14 @@ def check_exclusive(test, memory, most=1):
 
 
 class SubstitutionTest(parameterized.TestCase):
+    @parameterized.parameters(False, True)
     @pytest.mark.slow
-    def test_buddymoe_runs_algorithm_1(self):
+    def test_buddymoe_runs_algorithm_1(self, keeps):
         rng = np.random.default_rng(3)
         counts = rng.integers(0, 9, (NUM_LAYERS, NUM_EXPERTS, NUM_EXPERTS))
         lists = buddy_lists(conditional_coactivation(counts), 0.7, 3)
-        policy = BuddyMoe(lists=lists, fall_back="drop", rho=1, background_bytes=0.0)
+        how = {"fall_back": "drop", "rho": 1, "background_bytes": 0.0, "keep_fetched": keeps}
+        policy = BuddyMoe(lists=lists, **how)
         runner, memory = cached_runner(policy, (4,), (4,), first=4)
         on_gpu = np.arange(NUM_EXPERTS) < 4
         replaced_pairs = 0
@@ -188,13 +190,17 @@ class SubstitutionTest(parameterized.TestCase):
             chosen, replaced, searched = reference.algorithm_1(ids, on_gpu, profile, 3, budget=1)
             replaced_pairs += replaced.sum()
             runs = on_gpu[chosen] | ~searched
+            if keeps:  # what is fetched for a pair that was not searched
+                kept = ~on_gpu[ids] & np.isin(ids, ids[~on_gpu[ids] & ~searched])
+                chosen, runs = np.where(kept, ids, chosen), runs | kept
             return np.where(runs, 0, -1), chosen, weights
 
         stored = [wide(4)]
         logits = expected(stored, decide)
         self.assertGreater(replaced_pairs, 3)
         numpy_model.assert_near(runner.logits(TOKENS), logits)
-        self.assertGreater(memory.read_counters().shares["substituted"], 0.02)
+        substituted = memory.read_counters().shares["substituted"]
+        self.assertGreater(substituted, 0.0 if keeps else 0.02)
 
 
 class BetweenStepsTest(parameterized.TestCase):
