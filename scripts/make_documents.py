@@ -1,7 +1,7 @@
 """Writes what of docs/ and RESULTS.md is made from the code and from committed rows.
 
     python -m scripts.make_documents
-    python -m scripts.make_documents --figures   # and two pictures: peers, what to run
+    python -m scripts.make_documents --figures   # and the pictures of peers and of what to run
 
 A region between `<!-- made: NAME -->` and `<!-- end -->` is replaced by what is made under that
 name, and so is what stands between two such marks in one line; the rest of a page is written by
@@ -21,6 +21,7 @@ from scripts.documents import api_reference, config_tables, measured, messages
 from scripts.documents.commands import ROOT
 from scripts.studies.peers import budgets, llama_cpp, ours
 from scripts.studies.peers import section as peers
+from scripts.studies.speed.configurations import MIXTRAL, QWEN3
 from scripts.studies.tables import results
 from scripts.studies.tables.decisions import Picture
 from scripts.studies.tables.rows import Results
@@ -29,10 +30,10 @@ STUDIES = ROOT / "scripts/studies"
 
 
 @functools.cache
-def _picture() -> Picture:
+def _picture(shape: str) -> Picture:
     speed = list(read_rows(STUDIES / "speed/decide_h200.jsonl"))
-    files = [STUDIES / f"quality/study{n}_quality.jsonl" for n in (3, 4)]
-    return Picture("Qwen3-30B-A3B", speed, [row for file in files for row in read_rows(file)])
+    files = [STUDIES / f"quality/study{n}_quality.jsonl" for n in (3, 4, 5)]
+    return Picture(shape, speed, [row for file in files for row in read_rows(file)])
 
 
 REGIONS: dict[str, Callable[[], str]] = {
@@ -45,7 +46,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "peers llama": lambda: budgets.in_line(peers.all_rows(), llama_cpp.NAME),
     "peers bars": lambda: budgets.bars(peers.all_rows()),
     "peers new models": lambda: budgets.by_budget(peers.all_rows(), ours.NEW_MODELS),
-    "what to run": lambda: _picture().text(),
+    "what to run": lambda: _picture(QWEN3).text(),
+    "what to run Mixtral": lambda: _picture(MIXTRAL).text(),
     "peers whole": lambda: peers.whole(peers.all_rows()),
 }
 FIGURES = ROOT / "docs/figures"
@@ -89,7 +91,8 @@ def main(argv: list[str]) -> None:
             page.write_text(new, encoding="utf-8")
             print(f"written: {page.relative_to(ROOT)}")
     if _FIGURES.value:
-        drawn = [*peers.draw(peers.all_rows(), FIGURES), _picture().save(FIGURES)]
+        pictures = [_picture(shape).save(FIGURES) for shape in (QWEN3, MIXTRAL)]
+        drawn = [*peers.draw(peers.all_rows(), FIGURES), *pictures]
         print(f"{len(drawn)} figures: {sum(one.stat().st_size for one in drawn) / 1e3:.0f} kB")
 
 

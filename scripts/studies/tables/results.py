@@ -61,7 +61,8 @@ def regions(results: Results, page: str) -> dict[str, str]:
     last = re.compile(rf"\| ({'|'.join(VERDICTS)}) \|$", re.MULTILINE)  # cell of a table
     written = sections(_MADE.sub("", page))
     counts = {name: Counter(last.findall(text)) for name, text in written.items()}
-    windows, documents = subjects.by_window(results), subjects.by_document(results)
+    windows = subjects.by_window(results)
+    documents = [subjects.by_document(results, of) for of in (subjects.FOURTH, subjects.FIFTH)]
     quantized = subjects.by_window(results, subjects.FIRST, " | perplexity")
     kilobytes = [int(n) for name in quantized for n in re.findall(r"within (\d+) KB", name)]
     milo = recipes.claims(next(iter(kilobytes), recipes.DEMO_KB))
@@ -72,9 +73,9 @@ def regions(results: Results, page: str) -> dict[str, str]:
         distances = [bar for bar in exact.CLAIMS if bar.paper == name]
         of_tasks = [bar for bar in task_cases.CLAIMS if bar.paper == title]
         for found, bars, unit in (
-            (windows, [*_CLAIMS.get(name, ()), *distances], "Nats a token"),
+            ([windows], [*_CLAIMS.get(name, ()), *distances], "Nats a token"),
             (documents, of_tasks, "Share of wrong answers"),
-            (quantized, milo if name == "milo" else (), "Nats a token"),
+            ([quantized], milo if name == "milo" else (), "Nats a token"),
         ):
             judged, without = subjects.claims(found, runs, bars, unit, _DOUBTS)
             claims, missing = claims + judged, missing + without
@@ -83,7 +84,10 @@ def regions(results: Results, page: str) -> dict[str, str]:
         made[f"{name} claims"] = markdown_table(head, claims)
         said = f" {len(missing)} of {len(claims) + len(missing)} bars, {NOT_MEASURED}: "
         made[f"{name} missing"] = f"{said}{'; '.join(missing) or 'none'}."
-        made[f"{name} study"] = subjects.tables(results, runs, _SECTIONS[name], label)
+        labels = (label, subjects.FIFTH) if name == "milo" else (label,)
+        made[f"{name} study"] = "\n\n".join(
+            subjects.tables(results, runs, _SECTIONS[name], of) for of in labels
+        )
         made[f"{name} runs"] = runs.table()
     runs = Runs()
     made["tasks"] = subjects.tasks(results, runs)

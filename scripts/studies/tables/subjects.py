@@ -1,7 +1,8 @@
 """Claims of a paper by the study model's rows, under bars written before, and all its rows.
 
-The study model is the third that was made; of the first one are the quantizers' rows, and of the
-fourth one the tasks and what the third one lacks.
+The study model is the third that was made. Of the fourth and the fifth are the tasks; of the first
+one are the quantizers' rows. What the third lacks is of the fourth, what the first lacks of the
+fifth.
 """
 
 import dataclasses
@@ -15,12 +16,13 @@ from scripts.studies.quality.task_cases import TASKS, wrong_of
 from scripts.studies.tables.paper import Runs, markdown_table
 from scripts.studies.tables.rows import Found, Results
 
-STUDY, AGAIN, FIRST, DEMO = "study3", "study4", "study", "demo"
+STUDY, FOURTH, FIFTH, FIRST, DEMO = "study3", "study4", "study5", "study", "demo"
 # The first one that has rows counts.
 NAMES = {
-    STUDY: "the study model", AGAIN: "the study model made again", FIRST: "the first study model",
-    DEMO: "the demo model",
+    STUDY: "the study model", FOURTH: "the fourth study model", FIFTH: "the fifth study model",
+    FIRST: "the first study model", DEMO: "the demo model",
 }  # fmt: skip
+_INSTEAD = {STUDY: FOURTH, FIRST: FIFTH}  # whose rows stand in for those that a model lacks
 
 
 class Measured(NamedTuple):
@@ -32,48 +34,47 @@ class Measured(NamedTuple):
 
 
 def by_window(results: Results, label: str = STUDY, end: str = "") -> dict[str, Measured]:
-    """Nats of a model's windows, by the rows' names without the model and `end`.
-
-    What the study model lacks is of the one made again.
-    """
-    labels = (AGAIN, STUDY) if label == STUDY else (label,)
+    """Nats of a model's windows, by the rows' names without the model and `end`."""
     return {
         match[1]: Measured(one.more["nats"], (one,), of)
-        for of in labels
+        for of in (_INSTEAD[label], label)
         for match, one in results.every(rf"{of} \| (.*){re.escape(end)}")
         if "nats" in one.more
     }
 
 
-def by_document(results: Results) -> dict[str, Measured]:
-    """Wrong answers of the study model made again, by task and method."""
-    rows = [one for _, one in results.every(rf"tasks \| .* \| {AGAIN}")]
-    wrong = wrong_of([dataclasses.asdict(one.row) for one in rows], AGAIN)
+def by_document(results: Results, label: str) -> dict[str, Measured]:
+    """Wrong answers of a model, by task and method."""
+    rows = [one for _, one in results.every(rf"tasks \| .* \| {label}")]
+    wrong = wrong_of([dataclasses.asdict(one.row) for one in rows], label)
 
     def of(method: str) -> tuple[Found, ...]:
         return tuple(one for one in rows if one.row.what.split(" | ")[2] == method)
 
     return {
-        name: Measured(values, of(name.split(" | ")[1]), AGAIN) for name, values in wrong.items()
+        name: Measured(values, of(name.split(" | ")[1]), label) for name, values in wrong.items()
     }
 
 
 def claims(
-    found: Mapping[str, Measured], runs: Runs, bars: Sequence[Claim], unit: str,
+    models: Sequence[Mapping[str, Measured]], runs: Runs, bars: Sequence[Claim], unit: str,
     doubts: Mapping[str, tuple[str, str]],
 ) -> tuple[list[list[str]], list[str]]:  # fmt: skip
     """Rows of a table of claims, and the bars that lack rows, in words with what is known.
 
     Args:
+      models: the first that has all rows of a bar gives the verdict; what others say stands beside.
       unit: of what is compared, such as "Nats a token".
       doubts: a verdict of tests, and why it shows nothing, by what their claim says.
     """
     judged, missing = [], []
     for bar in bars:
-        tests = [test for test in bar.tests if _model(found, test)]
-        if len(tests) == len(bar.tests):
-            judged.append(_judged(found, runs, bar, unit, doubts.get(bar.said, ("", ""))))
+        whole = [of for of in models if all(_model(of, test) for test in bar.tests)]
+        if whole:
+            judged.append(_judged(whole, runs, bar, unit, doubts.get(bar.said, ("", ""))))
         else:
+            found = models[0]
+            tests = [test for test in bar.tests if _model(found, test)]
             values = {name: one.values for name, one in found.items()}
             known = [(test, one) for test in tests if (one := cases.judge(test, values))]
             rows = [row for test, _ in known for _, name in test.terms for row in found[name].rows]
@@ -100,12 +101,18 @@ def _told(
 
 
 def _judged(
-    found: Mapping[str, Measured], runs: Runs, bar: Claim, unit: str, doubt: tuple[str, str]
-) -> list[str]:
-    of, outcomes = verdict(bar, {name: one.values for name, one in found.items()})
-    usual = _model(found, bar.tests[0])
-    tests = [_told(found, test, one, usual) for test, one in zip(bar.tests, outcomes, strict=True)]
-    rows = [row for test in bar.tests for _, name in test.terms for row in found[name].rows]
+    models: Sequence[Mapping[str, Measured]], runs: Runs, bar: Claim, unit: str,
+    doubt: tuple[str, str],
+) -> list[str]:  # fmt: skip
+    judged = [verdict(bar, {name: one.values for name, one in of.items()}) for of in models]
+    (of, outcomes), usual = judged[0], _model(models[0], bar.tests[0])
+    tests = [
+        _told(found, test, one, usual)
+        for found, (_, own) in zip(models, judged, strict=True)
+        for test, one in zip(bar.tests, own, strict=True)
+    ]
+    terms = [name for test in bar.tests for _, name in test.terms]
+    rows = [row for found in models for name in terms for row in found[name].rows]
     said = f"{usual}; {bar.bar}. {unit} above it, ± a standard error: "
     said += f"{'; '.join(tests)} {runs.cite(*rows)}"
     doubted, why = doubt
@@ -115,19 +122,21 @@ def _judged(
 
 
 def tasks(results: Results, runs: Runs) -> str:
-    """Scores of tasks under policies, percent, by method."""
-    of: dict[str, dict[str, Found]] = {}
-    for match, one in results.every(rf"tasks \| (.*) \| (.*) \| {AGAIN}"):
-        of.setdefault(match[2], {})[match[1]] = one
+    """Scores of tasks under policies, percent, by model and method."""
+    of: dict[tuple[str, str], dict[str, Found]] = {}
+    for label in (FOURTH, FIFTH):
+        for match, one in results.every(rf"tasks \| (.*) \| (.*) \| {label}"):
+            of.setdefault((label, match[2]), {})[match[1]] = one
     rows = []
-    for method, found in of.items():
+    for (label, method), found in of.items():
         cells = [
             f"{100 * found[task].figure:.1f} ± {100 * found[task].more['standard error']:.1f}"
             if task in found else "" for task in TASKS
         ]  # fmt: skip
         mean = sum(one.figure for one in found.values()) / len(found)
-        rows.append([method, *cells, f"{100 * mean:.1f}", runs.cite(*found.values())])
-    head = ["method", *TASKS, "mean", ""]
+        cited = runs.cite(*found.values())
+        rows.append([NAMES[label], method, *cells, f"{100 * mean:.1f}", cited])
+    head = ["model", "method", *TASKS, "mean", ""]
     return markdown_table(head, rows) if rows else f"{NOT_MEASURED}."
 
 
