@@ -5,9 +5,9 @@
         --config.memory.device_gib=24
 
 It takes a second and needs neither weights nor an accelerator.
-Expected: 11.91 of 12 GiB, 32 of 64 experts of a layer in slots and 13 transient slots; 15.1 GiB of
-pinned host memory; at worst 0.91 GiB a token over the link, which is 18 ms at 50 GiB/s. Attention
-of GLM-4.5-Air takes 9.3 GiB in bfloat16. Experts of a layer in slots:
+Expected: 12.00 of 12 GiB, 32 or 33 of 64 experts of a layer in slots and 13 transient slots; 15.1
+GiB of pinned host memory; at worst 0.91 GiB a token over the link, which is 18 ms at 50 GiB/s.
+Attention of GLM-4.5-Air takes 9.3 GiB in bfloat16. Experts of a layer in slots:
 
     device_gib    shape=GLM-4.7-Flash    shape=GLM-4.5-Air
     12            32 of 64               none

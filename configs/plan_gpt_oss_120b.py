@@ -5,10 +5,10 @@
         --config.memory.device_gib=12
 
 It takes a second and needs neither weights nor an accelerator.
-Expected: 23.94 of 24 GiB, 43 of 128 experts of a layer in slots and 6 transient slots; 57.8 GiB of
-pinned host memory; at worst 1.77 GiB a token over the link, which is 35 ms at 50 GiB/s. All 128 fit
-in 80 GiB. Of gpt-oss-20b 29 of 32 fit in 12 GiB, and all in 16. Experts of a layer in slots, in
-MXFP4 and in INT4 of groups of 64:
+Expected: 23.99 of 24 GiB, 43 or 44 of 128 experts of a layer in slots and 6 transient slots; 57.8
+GiB of pinned host memory; at worst 1.77 GiB a token over the link, which is 35 ms at 50 GiB/s. All
+128 fit in 80 GiB. Of gpt-oss-20b 29 of 32 fit in 12 GiB, and all in 16. Experts of a layer in
+slots, in MXFP4 and in INT4 of groups of 64:
 
     device_gib    mxfp4=True    mxfp4=False
     12            16 of 128     15 of 128

@@ -5,10 +5,10 @@
         --config.shape=Qwen3.5-122B-A10B --config.memory.device_gib=24
 
 It takes a second and needs neither weights nor an accelerator.
-Expected: 11.98 of 12 GiB, 111 of 256 experts of a layer in slots and 38 transient slots; 17.8 GiB
-of pinned host memory; at worst 0.53 GiB a token over the link, which is 11 ms at 50 GiB/s. What is
-not experts, in bfloat16, takes 11.1 GiB of Qwen3.5-122B-A10B and 17.5 of 397B-A17B. Experts of a
-layer in slots:
+Expected: 12.00 of 12 GiB, 111 or 112 of 256 experts of a layer in slots and 38 transient slots;
+17.8 GiB of pinned host memory; at worst 0.53 GiB a token over the link, which is 11 ms at 50 GiB/s.
+What is not experts, in bfloat16, takes 11.1 GiB of Qwen3.5-122B-A10B and 17.5 of 397B-A17B. Experts
+of a layer in slots:
 
     device_gib    shape=Qwen3.6-35B-A3B    shape=Qwen3.5-122B-A10B    shape=Qwen3.5-397B-A17B
     12            111 of 256               1 of 256                   none

@@ -5,7 +5,7 @@
         --config.memory.device_gib=12 --config.bits=2
 
 It takes a second and needs neither weights nor an accelerator.
-Expected: 31.97 of 32 GiB, 342 of 512 experts of a
+Expected: 32.00 of 32 GiB, 342 or 343 of 512 experts of a
 layer in slots and 38 transient slots; 41.1 GiB of pinned host memory; at worst 0.8 GiB a token over
 the link, which is 16 ms at 50 GiB/s. Twelve layers have a cache, 192 MiB in all; the states of the
 other 36 take 74 MiB a sequence, however long it is. Experts of a layer in slots:

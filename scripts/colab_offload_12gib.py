@@ -108,7 +108,7 @@ for bits in (16, 8, 4, 3, 2):
     plans[bits] = tier
     worst = tier.link_nbytes(1)
     host = limited.total_host / GIB if limited.pooled else 0.0
-    slots = f"{tier.slots} of {tier.num_experts}" if limited.pooled else "all"
+    slots = f"{tier.said_slots} of {tier.num_experts}" if limited.pooled else "all"
     print(
         f"| {bits} | {weights / GIB:.1f} | {slots} | {host:.1f} "
         f"| {worst / 2**20 if limited.pooled else 0:.0f} "
@@ -179,7 +179,7 @@ for share in SMALLER:
     (tier,) = budget.tiers
     ran.append((budget.total_device / 2**20, 100 * ledger.hit_rate, moved))
     print(
-        f"| {budget.total_device / 2**20:.1f} | {tier.slots} of {tier.num_experts} "
+        f"| {budget.total_device / 2**20:.1f} | {tier.said_slots} of {tier.num_experts} "
         f"| {ledger.hit_rate:.4f} | {moved:.2f} | {answer.tokens == everything.tokens} |"
     )
 

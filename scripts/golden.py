@@ -350,7 +350,7 @@ def _finish(tier: Any) -> None:
     """Goes on with transfers and reads until none is left."""
     end = time.monotonic() + 30
     jax.block_until_ready(tier.pool)
-    while (tier.transfers is not None and tier.transfers.num_pending) or _reads(tier.disk):
+    while (tier.transfers is not None and tier.transfers.pending) or _reads(tier.disk):
         tier.advance()
         tier.send()
         jax.block_until_ready(tier.pool)

@@ -95,7 +95,7 @@ class PartsTest(parameterized.TestCase):
         spare = limits["device_gib"] * GIB - budget.total_device
         self.assertGreaterEqual(spare, 0)
         self.assertBetween(run.num_pages, 4 * 32 + 1, 16 * 32 + 1)
-        if run.num_pages < run.most_pages:
+        if run.num_pages < run.batch * Pages(0).of(run.context) + 1:
             self.assertLess(spare, page)
         if budget.pooled:  # a slot in each layer would not have fit in place of the pages beyond
             more = (run.num_pages - run.least_pages) * page
@@ -152,11 +152,11 @@ class PartsTest(parameterized.TestCase):
         found = plan(run(1024, (2048, 4096)))
         self.assertEqual((found.run.chunk, found.tiers[0].slots), (chunk, slots))
         self.assertEqual(found.device, plan(run(chunk)).device)
-        usual = 128 - plan(run(1024)).tiers[0].slots
+        usual = 48 * 128 - plan(run(1024)).tiers[0].total_slots
         for longer in (2048, 4096):
-            missing = 128 - plan(run(longer)).tiers[0].slots
+            missing = 48 * 128 - plan(run(longer)).tiers[0].total_slots
             if usual:
-                self.assertEqual(missing <= 1.05 * usual, longer <= chunk)
+                self.assertEqual(missing <= 1.052 * usual, longer <= chunk)
 
     def test_a_longer_chunk_fits_the_room_of_a_device_without_a_limit(self):
         run = RunSizes(
@@ -221,10 +221,34 @@ class PartsTest(parameterized.TestCase):
         if first_alone:
             more = make_budget(run, [high, low], Limits(device_gib=gib + 2), demands)
             self.assertGreaterEqual(more.tiers[0].slots, min(128, first.slots + 1))
-            # A longer chunk may cost 5 % of what the first tier lacks, and no more.
+            # A longer chunk may cost 5.2 % of what the first tier lacks, and no more.
             usual = dataclasses.replace(run, longer_chunks=())
-            most = make_budget(usual, [high, low], Limits(device_gib=gib), demands).tiers[0].slots
-            self.assertLessEqual(128 - first.slots, 1.05 * (128 - most))
+            most = make_budget(usual, [high, low], Limits(device_gib=gib), demands).tiers[0]
+            every = 48 * 128
+            missing = every - first.total_slots
+            self.assertLessEqual(missing, 1.052 * (every - most.total_slots))
+
+    @parameterized.product(prefetch=(0, 2), gib=(8.0, 11.32, 14.36, 14.4), host_gib=(0, 16))
+    def test_longer_layers_are_some_of_each_bank(self, prefetch, gib, host_gib):
+        """Under a policy, too, whose own look-ahead gives a tier two banks."""
+        run = run_budget(MIXTRAL).run
+        low = TierSize(name="int2", expert_nbytes=int4(MIXTRAL).expert_nbytes * 5 // 9)
+        demands = PolicyDemands(prefetch=prefetch, first_alone=True)
+        limits = Limits(device_gib=gib, host_gib=host_gib)
+        budget = make_budget(run, [int4(MIXTRAL), low], limits, demands)
+        first, second = budget.tiers
+        self.assertEqual(first.banks, 1 + (prefetch > 0 and first.slots > 0))
+        self.assertBetween(first.longer_layers, 0, 32 // first.banks - 1)
+        self.assertEqual(first.total_slots, 32 * first.slots + first.banks * first.longer_layers)
+        self.assertEqual((second.slots, second.longer_layers), (0, 0))
+        self.assertLessEqual(budget.total_device, gib * GIB)
+        more = first.banks * 2 * first.tier.expert_nbytes  # a slot, and what a step brings with it
+        self.assertGreater(budget.total_device + more, gib * GIB)
+
+    def test_a_running_batch_has_pages_of_what_is_left(self):
+        for batch, gib in ((4, 12), (8, 16)):
+            budget = run_budget(MIXTRAL, batch=batch, is_running=True, device_gib=gib)
+            self.assertEqual(budget.tiers[0].longer_layers, 0)
 
     def test_without_limits_all_experts_are_among_the_weights(self):
         budget = budget_of()
@@ -295,7 +319,6 @@ class LimitsTest(parameterized.TestCase):
                 budget_of(config, platform=platform, **how, **{**limits, name: least * 0.989})
             limits[name] = least
         self.assertLessEqual(budget.total_device, limits["device_gib"] * GIB)
-        self.assertEqual(budget.spare_device, int(limits["device_gib"] * GIB) - budget.total_device)
         if limits["host_gib"]:
             self.assertLessEqual(budget.total_host, limits["host_gib"] * GIB)
         if budget.pooled and budget.slots < config.num_experts:
@@ -309,7 +332,10 @@ class LimitsTest(parameterized.TestCase):
         (MIXTRAL, 24, 6),
     )  # fmt: skip
     def test_slots_by_hand(self, config, gib, slots):
-        """(limit - rest) / (M expert bytes), the rest summed here from the shapes."""
+        """(limit - rest) / (M expert bytes), the rest summed here from the shapes.
+
+        What that leaves is slots of some layers.
+        """
         budget = budget_of(config, device_gib=gib)
         self.assertEqual(budget.slots, slots)
         if not budget.pooled:
@@ -321,6 +347,8 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(budget.transient, transient)
         room = gib * GIB - rest - transient * expert
         self.assertEqual(slots, room // (len(config.moe_layers) * expert))
+        tables = budget.device["residency tables"]
+        self.assertEqual(budget.total_slots, (room - tables) // expert)
 
     def test_transient_slots_give_way_before_a_run_is_refused(self):
         with self.assertRaises(BudgetError) as caught:
@@ -370,8 +398,8 @@ class LimitsTest(parameterized.TestCase):
         """Plans of a layer are compared, whatever its slots, transient ones and pairs."""
         config, most = dataclasses.replace(QWEN, experts_per_token=1), 0
         size = TierSize(name="int4", expert_nbytes=1)
-        sizes = itertools.product(range(8), range(1, 9), (1, 3, 8, 20))
-        for slots, transient, pairs in sizes:
+        sizes = itertools.product(range(8), range(1, 9), (1, 3, 8, 20), (False, True))
+        for slots, transient, pairs, more in sizes:
             run = RunSizes(
                 config=config, weights_nbytes={}, batch=1, context=64, chunk=pairs,
                 platform=platform, handed_out=8,
@@ -379,8 +407,9 @@ class LimitsTest(parameterized.TestCase):
             form = cache_plan.TierShape(
                 slots=slots, transient=transient, beside=run.apart(size, slots, transient) > 0,
                 waves=cache_plan.num_waves(min(pairs, 8), 8, slots, transient),
+                longer_layers=int(more),
             )  # fmt: skip
-            jobs, planned = form.num_jobs(pairs, 8), run.most_at_once(size, slots, transient)
+            jobs, planned = form.num_jobs(pairs, 8), run.most_at_once(size, slots, transient, more)
             self.assertLessEqual(max(jobs, form.later_waves and transient), planned)
             if not form.beside:
                 self.assertLessEqual(planned, max(jobs, transient))
@@ -493,7 +522,10 @@ class AdviceTest(parameterized.TestCase):
         text = "\n".join(describe(budget))
         self.assertIn(f"= {budget.total_device / GIB:.3f} GiB of 16", text)
         self.assertIn(f"= {budget.total_host / GIB:.3f} GiB of 20", text)
-        self.assertIn("slots: 3 of 8 a layer (37.5 % of the experts), and 2 transient", text)
+        share = 100 * budget.tiers[0].total_slots / 256
+        self.assertIn(
+            f"slots: 3 or 4 of 8 a layer ({share:.1f} % of the experts), and 2 transient", text
+        )
         rows = budget._table()
         self.assertEqual(
             sum(n for place, part, n in rows if place == "device" and part != "total"),

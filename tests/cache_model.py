@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from moejax.experts.residency import CacheSizes, Residency
-from pallas_kernels.cache_plan.operands import EVENTS, LayerTables
+from pallas_kernels.cache_plan.operands import CLOSED, EVENTS, LayerTables
 
 ROW = ("slot_of", "owner", "last_use", "prefetched")
 
@@ -23,7 +23,9 @@ class CacheModel:
 
     def __init__(self, spec: CacheSizes, max_needed: int) -> None:
         self.spec, self.max_needed = spec, max_needed
-        self.slots = [[Slot() for _ in range(spec.slots)] for _ in range(spec.num_layers)]
+        self.slots = [[Slot() for _ in range(spec.most_slots)] for _ in range(spec.num_layers)]
+        for layer in range(spec.longer_layers, spec.num_layers if spec.longer_layers else 0):
+            self.slots[layer][-1].owner = CLOSED
         self.clock = 1
         self.counts = [dict.fromkeys(EVENTS, 0) for _ in range(spec.num_layers)]
 
@@ -36,9 +38,9 @@ class CacheModel:
         """Local slots in the order in which they are given away."""
         free, used = [], []
         for c, slot in enumerate(self.slots[layer]):
-            if slot.owner < 0:
+            if slot.owner == -1:
                 free.append(c)
-            elif slot.owner not in safe:
+            elif slot.owner not in safe | {CLOSED}:
                 used.append((slot.last_use, slot.owner, c))
         return free + [c for *_, c in sorted(used)]
 
@@ -55,7 +57,7 @@ class CacheModel:
         misses = [e for e in sorted(needed) if self.where(layer, e) is None]
         victims = self.victims(layer, needed)
         if len(misses) > len(victims):
-            victims = [c for c in victims if self.slots[layer][c].owner < 0]
+            victims = [c for c in victims if self.slots[layer][c].owner == -1]
         hits = needed - set(misses)
         for e in hits:
             slot = self.slots[layer][self.where(layer, e)]
@@ -73,11 +75,12 @@ class CacheModel:
         counts["admitted"] += len(admitted)
         counts["streamed"] += len(streamed)
         self.clock += 1
-        width, first = self.spec.transient, self.spec.first_transient
+        width, first = self.spec.transient, sum(map(self.size, range(self.spec.num_layers)))
         places = {e: (0, self.place(layer, self.where(layer, e))) for e in needed - set(streamed)}
         admitted = [(e, self.place(layer, c)) for e, c in admitted]
-        most = min(self.max_needed, self.spec.num_experts - self.spec.slots)
-        at_once = self.spec.slots < self.max_needed and most <= width
+        least = min(map(self.size, range(self.spec.num_layers)))
+        most = min(self.max_needed, self.spec.num_experts - least)
+        at_once = least < self.max_needed and most <= width
         if at_once:  # one wave is fetched with the admitted experts
             coming = [(e, first + i) for i, e in enumerate(streamed)]
             places |= {e: (0, slot) for e, slot in coming}
@@ -85,10 +88,14 @@ class CacheModel:
         places |= {e: (1 + i // width, first + i % width) for i, e in enumerate(streamed)}
         return {"places": places, "admitted": admitted, "streamed": streamed}
 
+    def size(self, layer: int) -> int:
+        """Slots of a layer that exist."""
+        return sum(slot.owner != CLOSED for slot in self.slots[layer])
+
     def place(self, layer: int, c: int | None) -> int:
         """The global slot of a local one."""
         assert c is not None
-        return layer * self.spec.slots + c
+        return sum(map(self.size, range(layer))) + c
 
     def predict(self, layer: int, wanted: set[int], limit: int) -> list[tuple[int, int]]:
         new = [e for e in sorted(wanted) if self.where(layer, e) is None][:limit]
@@ -134,15 +141,20 @@ def columns(residency: Residency) -> LayerTables:
 def check(residency: Residency, spec: CacheSizes) -> None:
     """Raises ValueError naming the invariant that does not hold."""
     num_layers, num_experts = spec.num_layers, spec.num_items
-    shapes = {"table": (num_layers, num_experts + 3 * spec.slots), "clock": ()}
+    shapes = {"table": (num_layers, num_experts + 3 * spec.most_slots), "clock": ()}
     for name, shape in shapes.items():
         leaf = getattr(residency, name)
         if leaf.dtype != np.int32 or leaf.shape != shape:
             raise ValueError(f"{name} is {leaf.dtype}{leaf.shape}, expected int32{shape}")
     owner, slots_of = np.asarray(columns(residency).owner), np.asarray(residency.slot_of)
     prefetched = np.asarray(columns(residency).prefetched)
+    closed = np.zeros(owner.shape, bool)
+    if spec.longer_layers:
+        closed[spec.longer_layers * spec.banks :, -1] = True
+    if not np.array_equal(owner == CLOSED, closed):
+        raise ValueError(f"closed are {np.argwhere(owner == CLOSED).tolist()}")
     for layer in range(num_layers):
-        experts = owner[layer][owner[layer] != -1]
+        experts = owner[layer][(owner[layer] != -1) & ~closed[layer]]
         if len(set(experts.tolist())) != len(experts):
             raise ValueError(f"layer {layer}: an expert is twice in owner")
         if len(experts) and not 0 <= experts.min() <= experts.max() < num_experts:

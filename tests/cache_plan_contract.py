@@ -41,6 +41,7 @@ class Case(NamedTuple):
     shared: bool = False  # two tiers of planes share the slots of the second
     handed_out: bool = False  # skipped pairs are of expert 0, as where other devices run them
     host: tuple[int, ...] = ()  # `Asked.host`
+    longer: tuple[int, ...] = ()  # of each tier, layers of a bank with one slot more
     limit: int = 2  # of a prediction
     steps: int = 150
 
@@ -117,6 +118,17 @@ CASES = {
     "shared_in_few_waves": shared(2, 12, 1, 4, slots=6, transient=8, banks=2, rule="critical"),
     "shared_qwen": shared(1, 128, 1, 8, slots=80, rule="critical", limit=8, steps=100),
     "shared_next": shared(1, 512, 1, 10, slots=400, rule="critical", limit=10, steps=100),
+    "longer": alone(5, 9, 1, 4, slots=4, transient=2, longer=(2,)),
+    "longer_in_banks": alone(5, 9, 1, 4, slots=4, transient=2, banks=2, longer=(1,)),
+    "longer_scan": alone(3, 8, 4, 2, slots=3, transient=2, limit=4, longer=(2,)),
+    "longer_beside_the_host": alone(
+        3, 12, 1, 4, slots=4, transient=2, host=(0, 0, 1, 2, 4), longer=(1,)
+    ),
+    "all_in_longer": alone(3, 6, 3, 2, slots=5, transient=2, longer=(2,)),
+    "one_in_longer": alone(3, 5, 1, 2, slots=0, transient=2, longer=(1,)),
+    "longer_caches": Case(3, 12, (6, 6), 2, 3, longer=(1, 2)),
+    "longer_second": Case(3, 12, (5, 7), 1, 3, cold=True, fixed=True, longer=(0, 1)),
+    "longer_by_rule": Case(3, 12, (5, 7), 1, 4, rule="critical", fed=False, longer=(2, 0)),
     "one_by_rule": Case(3, 9, (5,), 1, 4, banks=2, rule="one"),
 }
 
@@ -137,6 +149,11 @@ class Given(NamedTuple):
     arrives: Any  # int32[T], an expert for each tier, -1: none
 
 
+def sizes(case: Case) -> list[tuple[int, int]]:
+    """Slots of each tier, and its longer layers."""
+    return list(zip(case.slots, case.longer or (0,) * len(case.slots), strict=True))
+
+
 def forms(case: Case) -> tuple[package.TierShape, ...]:
     found, pairs = [], case.tokens * case.width
     for i, slots in enumerate(case.slots if case.shared else ()):
@@ -149,13 +166,14 @@ def forms(case: Case) -> tuple[package.TierShape, ...]:
                 waves=0 if planes * most <= slots else -(-most // experts),
             )
         )  # fmt: skip
-    for i, slots in enumerate(() if case.shared else case.slots):
+    for i, (slots, longer) in enumerate(() if case.shared else sizes(case)):
         transient = case.transient or (1 if slots else pairs)
         has_waves = not case.policy or not slots or len(case.slots) == 1 or case.transient > 0
         found.append(
             package.TierShape(
                 slots=slots,
                 banks=case.banks,
+                longer_layers=longer,
                 transient=transient,
                 waves=has_waves
                 * package.num_waves(min(pairs, case.experts), case.experts, slots, transient),
@@ -238,9 +256,11 @@ def arrived(case: Case, given: Given, tables: Any) -> Any:
     if case.shared:
         return list(tables)
     for i, of in enumerate(tables):
+        slots, longer = sizes(case)[i]
         spec = CacheSizes(
-            num_layers=case.layers, num_experts=case.experts, slots=case.slots[i], transient=1
-        )
+            num_layers=case.layers, num_experts=case.experts, slots=slots, transient=1,
+            banks=case.banks, longer_layers=longer,
+        )  # fmt: skip
         state = Residency(of.table, of.clock, case.experts)
         if case.slots[i]:
             counts = Counts(of.events, of.gate)
@@ -322,7 +342,7 @@ def replay(case: Case, steps: Given, how: Any, row_of: jax.Array) -> Any:
     for slots, form in zip(case.slots, forms(case), strict=True):
         spec = CacheSizes(
             num_layers=case.layers, num_experts=case.experts, slots=slots, transient=1,
-            planes=form.planes,
+            planes=form.planes, banks=form.banks, longer_layers=form.longer_layers,
         )  # fmt: skip
         state, counts = residency.empty(spec), no_counts(case.layers)
         table = state.table[:, :0] if form.shares_slots else state.table
@@ -361,8 +381,9 @@ class ByExpert(NamedTuple):
 def form_of(spec: CacheSizes, max_needed: int) -> package.TierShape:
     waves = package.num_waves(max_needed, spec.num_experts, spec.slots, spec.transient)
     return package.TierShape(
-        slots=spec.slots, banks=spec.banks, transient=spec.transient, waves=waves
-    )
+        slots=spec.slots, banks=spec.banks, transient=spec.transient, waves=waves,
+        longer_layers=spec.longer_layers,
+    )  # fmt: skip
 
 
 def plan_needed(

@@ -78,6 +78,7 @@ def tier_memory(
     *,
     transient: int = 2,
     apart: int = 0,
+    longer_layers: int = 0,
     prefetch: int = 0,
     emulated: bool = False,
     first: int = -1,
@@ -96,7 +97,7 @@ def tier_memory(
     slots, number = min(slots, num_experts), np.arange(num_layers * num_experts)
     cache = CacheSizes(
         num_layers=num_layers, num_experts=num_experts, slots=slots, transient=transient,
-        banks=2 if prefetch else 1, apart=apart,
+        banks=2 if prefetch else 1, apart=apart, longer_layers=longer_layers,
     )  # fmt: skip
     stacks = [weights[name] for name in EXPERTS]
     terms = tuple(getattr(stack, "compensators", ()) for stack in stacks)

@@ -135,7 +135,7 @@ class TransfersTest(TransfersTestCase):
         for transfer in transfers._moving.values():
             transfer.result = Lost(), 0
         transfers.forget_steps()
-        self.assertEqual(transfers.num_pending, 0)
+        self.assertLen(transfers.pending, 0)
         transfers.request(2, [3, 5])
         self.drain(transfers)
         self.assert_counters(transfers, requested=3, moved=3, inserted=2, dropped=1)

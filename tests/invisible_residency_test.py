@@ -91,6 +91,7 @@ class Place(NamedTuple):
     rows: int | None = None  # of the host; None: all. The others are on a disk
     by_policy: bool = False
     apart: int = 0  # of the transient slots
+    longer: int = 0  # layers of a bank with one slot more
 
 
 PLACES = {
@@ -106,9 +107,18 @@ PLACES = {
     "apart": Place(2, 8, apart=2),
     "apart and prefetch": Place(1, 9, 1, apart=3),
 }
+LONGER = {
+    "longer layers": Place(4, longer=2),
+    "longer layers and prefetch": Place(3, 3, 1, longer=2),
+    "all in longer layers": Place(7, 2, longer=3),
+    "one in longer layers": Place(0, 8, longer=1, apart=2),
+    "longer layers and the disk": Place(2, 2, rows=7, longer=4),
+}
+PLACES |= LONGER
 # Kinds, forms and places; sequences are one where a step needs no waves else.
 CASES = (
-    *(("qwen3_moe", 16, place) for place in PLACES),
+    *(("qwen3_moe", 16, place) for place in PLACES if place not in LONGER),
+    *(("five", 16, place) for place in LONGER),
     ("mixtral", 16, "25 % and prefetch"), ("qwen3_moe", 3, "on_demand and prefetch"),
     *((kind, 16, "25 % and prefetch") for kind in KINDS),
     *((kind, 3, "no cache") for kind in KINDS),
@@ -165,6 +175,7 @@ class InvisibleTest(parameterized.TestCase):
     def cached(self, kind: str, form: int | str, place: Place) -> tuple[Any, Any, list]:
         policy = make_policy("on_demand", prefetch=place.ahead) if place.by_policy else None
         how = {"transient": place.transient, "prefetch": place.ahead, "apart": place.apart}
+        how["longer_layers"] = place.longer
         read: list[tuple[int, int]] = []
         if place.rows is not None:
             how |= {"num_rows": place.rows, "read": read}
@@ -351,7 +362,7 @@ def outcome(runner: Runner, memory: Any, record: RecordSpec | None = None) -> An
         return said, rows, None
     pools = []
     for pool, spec in zip(memory.pool.tiers, memory.spec.tiers, strict=True):
-        end, residency = spec.cache.first_transient, pool.residency
+        end, residency = spec.cache.first_transient(spec.cache.num_layers), pool.residency
         if spec.is_complete:  # of such a pool nobody asks when a slot was used last
             table = residency.table.at[:, 2 * spec.cache.num_experts :].set(0)
             residency = dataclasses.replace(residency, table=table)

@@ -1,5 +1,6 @@
 """An engine under limits of memory: from a checkpoint to tokens, with experts in other places."""
 
+import dataclasses
 import gc
 import os
 import tempfile
@@ -24,8 +25,11 @@ from moejax.engine import STEPS_PER_CALL
 from moejax.experts import pinned_memory as pinned
 from moejax.experts.budget import PINNED_LIMIT, Limits
 from moejax.experts.disk_cache import DiskExperts, _DiskReader
+from moejax.experts.tiering import Tiering
 from moejax.inference.generation import GenerationSettings
-from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
+from pallas_kernels.cache_plan.operands import LayerTables
+from tests import slow
+from tests.tiny_engine import CONFIG, VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
 ROW_NBYTES = 3 * 16 * 32 * 4  # of an expert of the tiny model in float32
@@ -63,6 +67,50 @@ class LimitsTest(parameterized.TestCase):
         engine = limited(device_gib=1)
         self.assertIsNone(engine.ledger)
         self.assertEqual(tokens(engine), RESIDENT)
+
+    @pytest.mark.slow
+    def test_layers_of_two_banks_under_limits_that_fit_exactly(self):
+        """A policy's own look-ahead gives each layer one of two banks."""
+        config = dataclasses.replace(CONFIG, num_layers=4, moe_layers=(0, 1, 2, 3), num_experts=32)
+        directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        expected = tokens(load_tiny_engine(directory, config=config))
+        tiering = Tiering(policy="on_demand", settings={"prefetch": 2})
+
+        def load(**limits: float) -> Engine:
+            return Engine.from_pretrained(
+                directory, dtype="float32", platform="cpu", progress=False, batch=2, context=64,
+                policy=tiering, limits=Limits(transient=2, **limits),
+            )  # fmt: skip
+
+        three, found = load(slots=3).budget.total_device, []
+        for room in range(0, 6 * ROW_NBYTES, ROW_NBYTES):
+            engine = load(device_gib=(three + room + 64) / 2**30)
+            (tier,) = engine.budget.tiers
+            self.assertEqual(tier.banks, 2)
+            self.assertEqual(tokens(engine), expected)
+            found.append(tier.said_slots)
+        self.assertEqual(found, ["3", "3", "3", "3 or 4", "3 or 4", "4"])
+
+    @slow.where(lambda policy: policy is None)
+    @parameterized.parameters(None, "on_demand")
+    def test_what_a_limit_leaves_is_a_slot_of_the_first_layer(self, policy):
+        two = limited(slots=2, transient=2).budget.total_device
+        # A slot, and room for what a step brings to three at once.
+        more = two + 2 * ROW_NBYTES + 64
+        engine = Engine.from_pretrained(
+            DIRECTORY, dtype="float32", platform="cpu", progress=False, batch=2, context=64,
+            policy=policy and Tiering(policy=policy),
+            limits=Limits(device_gib=more / 2**30, transient=2),
+        )  # fmt: skip
+        budget = engine.budget
+        self.assertEqual(budget.tiers[0].said_slots, "2 or 3")
+        self.assertEqual(tokens(engine), RESIDENT)
+        (tier,) = engine._runner.memory.pool.tiers
+        planned = budget.device["expert slots"] + budget.device["transient slots"]
+        self.assertEqual(planned, sum(leaf.nbytes for leaf in jax.tree.leaves(tier.banks)))
+        self.assertEqual(planned, (2 + 3 + 2) * ROW_NBYTES)
+        owner = LayerTables.of(tier.residency.table, 8).owner
+        self.assertEqual((np.asarray(owner) >= 0).sum(axis=1).tolist(), [3, 2])
 
     @pytest.mark.slow
     def test_what_steps_wait_for_takes_what_was_planned_and_its_time_is_measured(self):

@@ -252,12 +252,12 @@ class MainTest(PlanCase):
     def test_example_is_what_it_says(self):
         path = CONFIGS / "plan_mixtral_16gib.py"
         out = self.run_plan(f"--config={path}")
-        self.assertIn("= 15.901 GiB of 16", out)
-        self.assertIn("slots: 4 of 8 a layer (50.0 % of the experts), and 2 transient", out)
+        self.assertIn("= 15.993 GiB of 16", out)
+        self.assertIn("slots: 4 or 5 of 8 a layer (50.4 % of the experts), and 2 transient", out)
         self.assertRegex(out, r"at worst: 5\.91 GiB a token of a decode step, 118\.12 ms")
         out = self.run_plan(f"--config={path}", "--config.memory.host_gib=20")
-        self.assertIn("host memory: 204 of 256 experts (79.7 %)", out)
-        self.assertIn("warning: 20 % of the experts are not in host memory", out)
+        self.assertIn("host memory: 203 of 256 experts (79.3 %)", out)
+        self.assertIn("warning: 21 % of the experts are not in host memory", out)
 
     @parameterized.parameters(
         "plan_deepseek_v2_lite",
@@ -285,7 +285,9 @@ class MainTest(PlanCase):
                 if said == "all":
                     self.assertIn("experts stay on the device", out)
                 else:
-                    self.assertIn(f"slots: {said} a layer", out)
+                    least, _, experts = said.partition(" of ")
+                    more = rf"{least}( or {int(least) + 1})? of {experts}"
+                    self.assertRegex(out, f"slots: {more} a layer")
                 parts = re.findall(r"  device (.+?) +([\d.]+) MiB", out)
                 *each, (_, total) = ((part, float(mib)) for part, mib in parts)
                 self.assertAlmostEqual(sum(mib for _, mib in each), total, delta=0.01 * len(each))
@@ -340,10 +342,10 @@ class MainTest(PlanCase):
     def test_a_plain_head_is_named_where_slots_are_few(self):
         asked = ["--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_bits=4"]
         few, many = (self.run_plan(*asked, f"--config.memory.device_gib={n}") for n in (3, 12))
-        slots = int(re.search(r"slots: (\d+) of 128", few)[1])
+        slots = int(re.search(r"slots: (\d+) or \d+ of 128", few)[1])
         more = int(re.search(r"the head takes 593.50 MiB: .* for (\d+) more slots a layer", few)[1])
         packed = self.run_plan(*asked, "--config.head_bits=8", "--config.memory.device_gib=3")
-        self.assertIn(f"slots: {slots + more} of 128", packed)
+        self.assertIn(f"slots: {slots + more} or {slots + more + 1} of 128", packed)
         for out in (many, packed):
             self.assertNotIn("the head takes", out)
 

@@ -79,6 +79,7 @@ class RefiningTierTest(parameterized.TestCase):
         ("dymoe_that_looks_ahead", DyMoE, {"prefetch": 2}, 4, {"prefetch": 2}),
         ("dynaexq", DynaExq, {"choice": "first", "n_hot": 3}, 3, {"first": 3}),
         ("emulated", DyMoE, {}, 3, {"emulated": True}),
+        ("longer_layers", DyMoE, {}, 3, {"longer_layers": 1}),
     )
     @pytest.mark.slow
     def test_answers_and_counts_are_those_of_whole_copies(self, policy, settings, slots, how):

@@ -24,8 +24,11 @@ LISTED = 3  # experts that a transfer brings
 KINDS = ("plan", "predict", "admit")
 
 
-def spec(layers: int, experts: int, slots: int, transient: int) -> CacheSizes:
-    return CacheSizes(num_layers=layers, num_experts=experts, slots=slots, transient=transient)
+def spec(layers: int, experts: int, slots: int, transient: int, longer: int = 0) -> CacheSizes:
+    return CacheSizes(
+        num_layers=layers, num_experts=experts, slots=slots, transient=transient,
+        longer_layers=longer,
+    )  # fmt: skip
 
 
 # name: sizes, and how many experts a layer may need at once.
@@ -39,6 +42,10 @@ SPECS = {
     "no_cache": (spec(2, 5, 0, 2), 5),
     "one_slot": (spec(2, 4, 1, 1), 1),
     "all_fit": (spec(2, 6, 6, 1), 6),
+    "longer_layers": (spec(4, 9, 4, 2, 1), 4),
+    "longer_layers_scan": (spec(3, 8, 3, 2, 2), 8),
+    "all_fit_in_some_layers": (spec(3, 6, 5, 2, 1), 6),
+    "one_slot_in_some_layers": (spec(3, 5, 0, 3, 1), 3),
 }
 PER_SPEC = -(-100_000 // (LENGTH * len(SPECS)))  # sequences
 
@@ -78,7 +85,7 @@ def replay(spec: CacheSizes, max_needed: int, decisions: Decision) -> Any:
         return nothing._replace(plan=made), state, counts
 
     def predict(state, counts, given):
-        if not spec.slots:
+        if not spec.most_slots:
             return nothing, state, counts
         made, state, counts = predict_needed(spec, state, given.layer, given.experts, LIMIT, counts)
         return nothing._replace(prefetch=(made.experts, made.slots)), state, counts
@@ -100,7 +107,7 @@ def replay(spec: CacheSizes, max_needed: int, decisions: Decision) -> Any:
 def random_decisions(model: CacheModel, rng: np.random.Generator, skew: float) -> Decision:
     """A sequence as a program might make it, with calls now and then that none should make."""
     spec = model.spec
-    shares = np.array([8, 3, 3 * (spec.slots > 0)])
+    shares = np.array([8, 3, 3 * (spec.most_slots > 0)])
     kinds = rng.choice(len(shares), LENGTH, p=shares / shares.sum())
     most = np.where(kinds < 1, model.max_needed, spec.num_experts)
     number = rng.integers(most + 1)
@@ -173,7 +180,7 @@ def follow_bytes(spec: CacheSizes, given: Decision, found: dict[str, np.ndarray]
             if e >= 0 and slot >= 0:
                 pool[slot] = (layer, e)
 
-    transient = list(range(spec.first_transient, spec.num_slots))
+    transient = list(range(spec.first_transient(spec.num_layers), spec.num_slots))
     for i, (kind, layer) in enumerate(zip(given.kind.tolist(), given.layer.tolist(), strict=True)):
         one = {name: values[i] for name, values in lists.items()}
         fetch(layer, one["experts"], one["slots"])

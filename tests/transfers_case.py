@@ -86,7 +86,7 @@ class TransfersTestCase(SsdTestCase):
             time.sleep(0.001)
 
     def drain(self, transfers):
-        self.advance(transfers, lambda: not transfers.num_pending)
+        self.advance(transfers, lambda: not transfers.pending)
 
     def assert_right_bytes(self):
         owner = np.asarray(columns(self.pool.residency).owner)

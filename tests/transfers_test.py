@@ -55,9 +55,9 @@ class RequestTest(TransfersTestCase):
                 self.assertEqual(self.resident(), set())
             self.advance(transfers)
             self.assertEqual(self.resident(), set(asked))
-            self.assertEqual(transfers.num_pending, 5)
+            self.assertLen(transfers.pending, 5)
             self.advance(transfers)
-        self.assertEqual(transfers.num_pending, 0)
+        self.assertLen(transfers.pending, 0)
         self.assert_counters(transfers, requested=5, moved=5, inserted=5)
 
     def test_a_landing_writes_the_pool_in_place(self):
@@ -185,7 +185,7 @@ class InvisibleTest(parameterized.TestCase):
         super().setUp()
         transfers = self.memory.transfers
         end = time.monotonic() + 10
-        while transfers.num_pending and time.monotonic() < end:  # what the case before left
+        while transfers.pending and time.monotonic() < end:  # what the case before left
             self.tokens(self.engine)
 
     @staticmethod
@@ -263,7 +263,7 @@ class InvisibleTest(parameterized.TestCase):
             self.assertEqual(self.tokens(self.engine, self.random_requests(rng)), self.expected)
         self.assertNotEmpty(failed)
         self.assertEqual(self.tokens(self.engine), self.expected)
-        while self.memory.transfers.num_pending:  # or they fail in another test
+        while self.memory.transfers.pending:  # or they fail in another test
             self.tokens(self.engine)
 
 
@@ -310,7 +310,7 @@ class DiskTest(TransfersTestCase):
         uses = np.zeros((4, 8), np.int32)
         for layer, expert in ASK:
             transfers.request(layer, [expert])
-        self.advance(transfers, lambda: self.step(disk, uses) is None or not transfers.num_pending)
+        self.advance(transfers, lambda: self.step(disk, uses) is None or not transfers.pending)
         self.assertEqual(self.resident(), set(ASK))
         for _ in range(6):
             self.step(disk, uses)

@@ -251,7 +251,7 @@ def _measured(
             planned = loaded.budget.total_device / 2**30
             found["planned device memory"] = _Figure(planned, "GiB")
             first = loaded.budget.tiers[0]
-            share = 100 * first.slots / first.num_experts
+            share = 100 * first.total_slots / max(1, first.num_layers * first.num_experts)
             found["experts in slots"] = _Figure(share, "% of a layer's")
         return Point(
             batch, gib, figures=found, context=context, routing=loaded.routing,

@@ -489,7 +489,7 @@ class ExpertMemory:
     def _wait_for_transfers(self, failures_before: int | None) -> None:
         """Waits for the transfers in flight."""
         moving = [tier for tier in self.tiers if tier.transfers is not None]
-        while any(tier.transfers and tier.transfers.num_pending for tier in moving):
+        while any(tier.transfers and tier.transfers.pending for tier in moving):
             with self._replacing_lost():
                 self._advance(failures_before)
                 for tier in moving:
@@ -625,13 +625,15 @@ def preload(
 
     Args:
       kernels: those that may copy.
-      experts: int32[M, n], in host rows, n at most the slots of a layer, different ones in a row.
+      experts: int32[M, n], in host rows, n at most the slots of a layer, different ones in a row;
+        of layers that have one slot less the last is left out.
     """
-    if experts.shape[1] == memory.spec.cache.num_experts:
+    has_all = memory.spec.cache.slots == experts.shape[1] == memory.spec.cache.num_experts
+    if has_all:
         experts = np.sort(experts, axis=1)
     memory.pool = _preloaded_pool(memory, config, kernels, experts)
     memory.fill = lambda lost: _preloaded_pool(lost, config, kernels, experts)
-    if experts.shape[1] == memory.spec.cache.num_experts and not memory.spec.emulated:
+    if has_all and not memory.spec.emulated:
         memory.spec = dataclasses.replace(memory.spec, is_complete=True)
 
 
@@ -646,11 +648,14 @@ def _preloaded_pool(
         tier = TierStep(spec, config, store, "block", kernels)
         for bank in range(cache.banks if not spec.emulated else 0):
             layers = np.arange(bank, cache.num_layers, cache.banks)
-            first = layers[:, None] // cache.banks * cache.slots
-            slots = (first + np.arange(experts.shape[1])[None]).reshape(-1).astype(np.int32)
-            rows = store.row_of[layers[:, None], experts[layers]].reshape(-1)
+            local = np.arange(experts.shape[1])[None]
+            first = cache.first_slot(jnp.asarray(layers // cache.banks, jnp.int32))
+            slots = first[:, None] + local
+            exists = local < cache.slots_by_layer(cache.num_layers)[layers, None]
+            rows = jnp.where(exists, store.row_of[layers[:, None], experts[layers]], -1)
             if slots.size:
-                pool = tier.copy_rows(pool, bank, bank, Fetch(rows, jnp.asarray(slots)))
+                job = Fetch(rows.reshape(-1), slots.reshape(-1))
+                pool = tier.copy_rows(pool, bank, bank, job)
         return pool
 
     program: Any = fill

@@ -58,6 +58,7 @@ class CachePlanner:
             TierShape(
                 slots=tier.cache.slots,
                 banks=tier.cache.banks,
+                longer_layers=tier.cache.longer_layers,
                 transient=tier.cache.transient,
                 waves=self._num_waves(i, num_pairs),
                 beside=self._runs_beside(tier, num_pairs),

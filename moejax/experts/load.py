@@ -287,7 +287,7 @@ def _by_planes(
     with contextlib.suppress(BudgetError):
         found = plan([high, low])
         second = found.tiers[1]
-        is_full = second.slots == second.num_experts and second.banks == 1
+        is_full = second.has_all_slots and second.banks == 1
         if is_full and all(tier.host_share == 1 for tier in found.tiers):
             return found
     reason = "that needs every base plane on the device and every plane in host memory"
@@ -438,8 +438,8 @@ def empty_tier(
     assert supply is not None
     cache = CacheSizes(
         num_layers=budget.num_layers, num_experts=budget.num_experts, slots=budget.slots,
-        transient=budget.transient, banks=budget.banks, apart=budget.apart,
-        planes=budget.tier.planes,
+        longer_layers=budget.longer_layers, transient=budget.transient, banks=budget.banks,
+        apart=budget.apart, planes=budget.tier.planes,
     )  # fmt: skip
     spec = TierSpec(
         cache, limits.prefetch, disk.read if disk else None, prefetch_in=limits.prefetch_in,
@@ -641,5 +641,6 @@ def _first_experts(
         return None
     if budget.has_all_slots or budget.run.handed_out:
         return np.tile(np.arange(budget.slots, dtype=np.int32), (budget.num_layers, 1))
-    order = np.argsort(-np.asarray(activations), axis=1, kind="stable")
-    return np.sort(order[:, held : held + budget.slots], axis=1).astype(np.int32)
+    order = np.argsort(-np.asarray(activations), axis=1, kind="stable").astype(np.int32)
+    order, every = order[:, held : held + budget.slots + (budget.longer_layers > 0)], budget.slots
+    return np.concatenate([np.sort(order[:, :every], axis=1), order[:, every:]], axis=1)

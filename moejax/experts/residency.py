@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_plan.operands import (
+    CLOSED,
     COLUMNS,
     EVENTS,
+    LayerSlots,
     LayerTables,
     brought_ahead,
     counted,
@@ -58,7 +60,7 @@ def no_counts(num_layers: int) -> Counts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheSizes:
+class CacheSizes(LayerSlots):
     """Static sizes of a cache.
 
     With `planes` 2 a slot holds an item, the refinement of expert e (item e) or its base plane
@@ -74,9 +76,7 @@ class CacheSizes:
 
     num_layers: int  # M
     num_experts: int  # E
-    slots: int  # C, 0 for no cache
     transient: int  # B
-    banks: int = 1
     apart: int = 0
     planes: int = 1  # of an expert that have slots of their own
 
@@ -88,12 +88,7 @@ class CacheSizes:
     @property
     def num_slots(self) -> int:
         """Slots of a bank, S."""
-        return self.first_transient + self.transient - self.apart
-
-    @property
-    def first_transient(self) -> int:
-        """First transient slot: ceil(M / banks) C."""
-        return -(-self.num_layers // self.banks) * self.slots
+        return self.first_transient(self.num_layers) + self.transient - self.apart
 
 
 @jax.tree_util.register_dataclass
@@ -124,21 +119,21 @@ def empty(spec: CacheSizes) -> Residency:
 
 
 def seeded(spec: CacheSizes, experts: np.ndarray | jax.Array) -> Residency:
-    """Returns tables in which local slot c of layer l owns experts[l, c], int32[M, n], n <= C."""
+    """Returns tables in which local slot c of layer l owns experts[l, c], int32[M, n], n <= C.
+
+    Of layers that are not longer than others the last of `most_slots` experts is left out.
+    """
     given = np.asarray(experts)
     slot_of = np.full((spec.num_layers, spec.num_items), -1, np.int32)
-    owner = np.full((spec.num_layers, spec.slots), -1, np.int32)
+    owner = np.full((spec.num_layers, spec.most_slots), -1, np.int32)
     owner[:, : given.shape[1]] = given
-    slots = np.broadcast_to(np.arange(given.shape[1], dtype=np.int32), given.shape)
-    np.put_along_axis(slot_of, given.astype(np.int64), slots, axis=1)
+    if spec.longer_layers:
+        owner[spec.slots_by_layer(spec.num_layers) < spec.most_slots, -1] = CLOSED
+    layers, slots = np.nonzero(owner >= 0)
+    slot_of[layers, owner[layers, slots]] = slots
     unset = np.zeros_like(owner)
     table = np.concatenate([slot_of, owner, unset, unset], axis=1)
     return Residency(jnp.asarray(table), jnp.asarray(1, jnp.int32), spec.num_items)
-
-
-def first_slot(spec: CacheSizes, layer: Layer) -> jax.Array:
-    """int32[], the global slot of a layer's local slot 0."""
-    return jnp.asarray(layer, jnp.int32) // spec.banks * spec.slots
 
 
 def admit(
@@ -162,12 +157,13 @@ def admit(
     wanted = first < size
     new = wanted & (before.slot_of < 0)
     order = jnp.sum(new[None] & (first[None] < first[:, None]), axis=1, dtype=jnp.int32)
-    coming, row = brought_ahead(before, new, order, wanted, residency.clock)
+    coming, row = brought_ahead(before, new, order, wanted, residency.clock, spec.longer_layers > 0)
     counts = counts.add(layer, bulk=num(coming >= 0), **departures(before, row))
     # An expert that stands twice in the list gets its slot in the first place.
     leads = (experts >= 0) & (first.at[experts].get(mode="clip") == index)
     local = index_of(coming, jnp.where(leads, experts, -2))
-    slots = jnp.where(local >= 0, first_slot(spec, layer) + local, -1)
+    at = jnp.asarray(layer, jnp.int32)
+    slots = jnp.where(local >= 0, spec.first_slot(at // spec.banks) + local, -1)
     table = write_row(residency.table, layer, row)
     return slots, dataclasses.replace(residency, table=table), counts
 
@@ -180,7 +176,9 @@ def admit_all(
     Each layer by the first of its experts, for all of them, so that none takes another one's slot;
     and all layers at once: one after the other took longer than the step beside it.
     """
-    sized, empty = dataclasses.replace(spec, num_layers=1, banks=1), no_counts(1)
+    longer = min(1, spec.longer_layers)
+    sized = dataclasses.replace(spec, num_layers=1, banks=1, longer_layers=longer)
+    empty = no_counts(1)
 
     def one(table: jax.Array, mine: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         row = dataclasses.replace(residency, table=table[None])
@@ -193,7 +191,7 @@ def admit_all(
     rows = jnp.maximum(layers, 0)
     table, local, events = jax.vmap(one)(residency.table[rows], same & leads[:, None])
     local = jnp.max(local, axis=0)
-    slots = jnp.where(local >= 0, first_slot(spec, rows) + local, -1)
+    slots = jnp.where(local >= 0, spec.first_slot(rows // spec.banks) + local, -1)
     places = jnp.where(leads, layers, spec.num_layers)
     table = residency.table.at[places].set(table, mode="drop")
     counts = dataclasses.replace(counts, events=counts.events.at[places].add(events, mode="drop"))

@@ -1,7 +1,8 @@
 """The expert cache: its static facts, what it has on the device, and the rows that it reads.
 
-Axes: M sparse layers, E experts, C slots of a layer, B transient slots, of which b lie apart,
-S = ceil(M / banks) C + B - b slots of a bank, R rows of host memory, T tiers of falling fidelity.
+Axes: M sparse layers, E experts, C slots of a layer, B transient slots, of which b lie apart, S =
+ceil(M / banks) C + B - b slots of a bank, and one more for each of its longer layers, R rows of
+host memory, T tiers of falling fidelity.
 """
 
 import dataclasses

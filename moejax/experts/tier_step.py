@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.experimental import io_callback
 
 from moejax.experts.cache_planner import CachePlanner, SlotPlan
-from moejax.experts.residency import first_slot
 from moejax.experts.state import HostRows, TierSlots, TierSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
@@ -338,7 +337,8 @@ class TierStep:
         if self.spec.emulated:
             return self.rows.row_of
         cache = self.spec.cache
-        first = first_slot(cache, jnp.arange(cache.num_layers, dtype=jnp.int32))[:, None]
+        layers = jnp.arange(cache.num_layers, dtype=jnp.int32)
+        first = cache.first_slot(layers // cache.banks)[:, None]
         if self.spec.is_complete:  # in order, `cache.preload`
             return first + jnp.arange(cache.num_experts, dtype=jnp.int32)[None]
         return first + slots.residency.slot_of
@@ -379,7 +379,8 @@ class _Waves:
         arrays: tuple[int, ...] = (OWN,)
         streamed: tuple[Fetch, ...] = (plan.streamed,)
         if apart := step.spec.num_apart(step.is_prefill):
-            plan, streamed = _in_stages(plan, step.spec.cache.first_transient, apart)
+            cache = step.spec.cache
+            plan, streamed = _in_stages(plan, cache.first_transient(cache.num_layers), apart)
             arrays = (APART, OWN)
         stack, _, _ = step._stacks(slots, layer.turn, layer.mlp, plan, 0, base=base)
         return cls(

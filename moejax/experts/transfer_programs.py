@@ -56,7 +56,7 @@ def request_transfers(
         for i, (tier, is_full) in enumerate(zip(cache.tiers, spec.full, strict=True))
     )
     pools = tuple(
-        _insert_emulated(of, pool, i, requests) if of.emulated and of.cache.slots else pool
+        _insert_emulated(of, pool, i, requests) if of.emulated and of.cache.most_slots else pool
         for i, (of, pool) in enumerate(zip(spec.tiers, pools, strict=True))
     )
     idle = jnp.where(jnp.any(requests.layer >= 0), 0, idle)

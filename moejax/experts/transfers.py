@@ -228,11 +228,6 @@ class Transfers:
         self._compile(pool)
 
     @property
-    def num_pending(self) -> int:
-        """Number of requests that are accepted and not over."""
-        return len(self.pending)
-
-    @property
     def pending(self) -> list[Expert]:
         """Experts that are accepted and not over."""
         with self._lock:

@@ -64,13 +64,15 @@ def placement(budget: "Budget | None") -> list[str]:
             named = " and ".join(budget.names)
             text = f"{budget.tiers[0].slots} planes of a layer cached, of {named}"
             return [f"memory: {text}; {total}"]
-        slots = (f"{tier.slots} of {tier.num_experts} in {tier.tier.name}" for tier in budget.tiers)
+        slots = (
+            f"{tier.said_slots} of {tier.num_experts} in {tier.tier.name}" for tier in budget.tiers
+        )
         return [f"memory: experts of a layer cached: {', '.join(slots)}; {total}"]
     if not budget.pooled:
         return [f"memory: all experts are on the device, {total}"]
     (tier,) = budget.tiers
     return [
-        f"memory: {tier.slots} of {tier.num_experts} experts of a layer cached, "
+        f"memory: {tier.said_slots} of {tier.num_experts} experts of a layer cached, "
         f"{tier.transient} transient slots, {tier.host_rows} of "
         f"{tier.num_layers * tier.num_experts} experts in host memory, {total}"
     ]

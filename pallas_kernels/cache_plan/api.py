@@ -116,7 +116,7 @@ def predict(
     Returns:
       The tables, and what to fetch before that layer's products.
     """
-    reasons = [] if form.slots else ["there are no slots"]
+    reasons = [] if form.most_slots else ["there are no slots"]
     operands = {"ids": (ids, "int32[L]"), "active": (active, "bool[N]")}
     _check("cache_plan.predict", [tier], [form], operands, reasons)
     return PREDICT(
@@ -177,10 +177,13 @@ def _check(
     num_experts = tiers[0].row_of.shape[-1]
     reasons = list(reasons)
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
-        width = 0 if form.shares_slots else form.planes * num_experts + 3 * form.slots
+        width = 0 if form.shares_slots else form.planes * num_experts + 3 * form.most_slots
         operands = {
             f"row_of of tier {i}": (tier.row_of, "int32[M, E]"),
-            f"table of tier {i}, {form.slots} slots": (tier.tables.table, f"int32[M, {width}]"),
+            f"table of tier {i}, {form.most_slots} slots": (
+                tier.tables.table,
+                f"int32[M, {width}]",
+            ),
             f"clock of tier {i}": (tier.tables.clock, "int32[]"),
             f"events of tier {i}": (tier.tables.events, f"int32[M, {len(EVENTS)}]"),
             f"gate of tier {i}": (tier.tables.gate, "float32[M, .]"),
@@ -193,6 +196,8 @@ def _check(
                 "slots are shared by the first of two tiers, which refines the second, with two "
                 "transient ones or more"
             )
+        if form.longer_layers and (form.planes > 1 or form.is_complete):
+            reasons.append(f"tier {i} has slots of planes, or of every expert: no layer is longer")
         if form.static_in_step and (i or not form.slots):
             reasons.append(f"tier {i} is fixed: the first one may be, with slots")
         if (form.is_full or form.is_complete) and form.slots < num_experts:

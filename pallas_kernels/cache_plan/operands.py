@@ -55,13 +55,41 @@ class TierOperands(NamedTuple):
     row_of: jax.Array  # int32[M, E], rows of the host store; -1: none
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TierShape:
-    """Static facts of a tier."""
+CLOSED = -2  # owner of a slot that a layer does not have, where others have it
 
-    slots: int  # C; 0: it has transient slots alone
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSlots:
+    """Where layers have their slots."""
+
+    slots: int  # C, of each layer; 0: it has transient slots alone, but for longer layers
     # arrays in which layers have their slots in turn; a slot's number counts within one
     banks: int = 1
+    longer_layers: int = 0  # the first layers of a bank, which have one slot more
+
+    @property
+    def most_slots(self) -> int:
+        """Slots of the layer that has the most; others' last one is `CLOSED` in the tables."""
+        return self.slots + (self.longer_layers > 0)
+
+    def first_slot(self, index: jax.Array) -> jax.Array:
+        """Global slots at which layers begin, int32 as `index`, their numbers in their bank."""
+        first = index * self.slots
+        return first + jnp.minimum(index, self.longer_layers) if self.longer_layers else first
+
+    def slots_by_layer(self, num_layers: int) -> np.ndarray:
+        """int[M], slots of each layer."""
+        return self.slots + (np.arange(num_layers) // self.banks < self.longer_layers).astype(int)
+
+    def first_transient(self, num_layers: int) -> int:
+        """Global slot at which a bank's transient ones begin, after those of its layers."""
+        return -(-num_layers // self.banks) * self.slots + self.longer_layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierShape(LayerSlots):
+    """Static facts of a tier."""
+
     transient: int = 1  # B, slots of a bank after those of the layers
     # W, in which experts that find no slot pass through the transient ones; 0: slots serve whatever
     # a layer needs
@@ -89,7 +117,7 @@ class TierShape:
     @property
     def streams(self) -> bool:
         """Whether it has transient slots alone."""
-        return not self.slots
+        return not self.most_slots
 
     @property
     def changes(self) -> bool:
@@ -118,12 +146,8 @@ class TierShape:
 
     def num_jobs(self, num_pairs: int, num_experts: int) -> int:
         """J, of wave 0."""
-        places = self.slots + (self.transient if self.at_once else 0)
+        places = self.most_slots + (self.transient if self.at_once else 0)
         return min(num_pairs, num_experts, places)
-
-    def first_transient(self, num_layers: int) -> int:
-        """Global slot at which a bank's transient ones begin: ceil(M / banks) C."""
-        return -(-num_layers // self.banks) * self.slots
 
 
 class Wishes(NamedTuple):
@@ -218,7 +242,7 @@ class LayerTables(NamedTuple):
     """The tables of one layer, or of all of them."""
 
     slot_of: jax.Array  # int32[..., E], local slot of an expert
-    owner: jax.Array  # int32[..., C], expert of a slot; -1 if it is free
+    owner: jax.Array  # int32[..., C], expert of a slot; -1 if it is free, or `CLOSED`
     last_use: jax.Array  # int32[..., C], clock of the last use; 0 never
     prefetched: jax.Array  # bool[..., C], brought ahead and not used yet
 
@@ -252,15 +276,17 @@ def write_row(table: jax.Array, layer: int | jax.Array, row: LayerTables) -> jax
 
 
 def ordered_victims(
-    row: LayerTables, clock: jax.Array, needed: jax.Array
+    row: LayerTables, clock: jax.Array, needed: jax.Array, has_closed: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Orders the slots that may be taken: masks them, bool[C], and numbers them, int32[C].
 
     Free ones come first, then the least recently used; ties go to the smaller expert id. Numbers
-    are right for victims only.
+    are right for victims only. `has_closed`: a slot may be `CLOSED`, and is none of them.
     """
     owned = row.owner >= 0
     victim = ~(owned & at(needed, row.owner))
+    if has_closed:
+        victim &= row.owner != CLOSED
     # Modulo 2^32, so that a wrapped clock does no harm.
     age = jax.lax.bitcast_convert_type(clock - row.last_use, jnp.uint32)
     age = jnp.where(owned, age, np.uint32(2**32 - 1))
@@ -289,10 +315,11 @@ def assigned(
 
 
 def brought_ahead(
-    row: LayerTables, new: jax.Array, order: jax.Array, wanted: jax.Array, clock: jax.Array
-) -> tuple[jax.Array, LayerTables]:
+    row: LayerTables, new: jax.Array, order: jax.Array, wanted: jax.Array, clock: jax.Array,
+    has_closed: bool = False,
+) -> tuple[jax.Array, LayerTables]:  # fmt: skip
     """Assigns victims to experts that nobody has asked for yet; no wanted one is a victim."""
-    coming, after = assigned(row, new, order, *ordered_victims(row, clock, wanted))
+    coming, after = assigned(row, new, order, *ordered_victims(row, clock, wanted, has_closed))
     return coming, after._replace(
         last_use=jnp.where(coming >= 0, clock, after.last_use),
         prefetched=after.prefetched | (coming >= 0),

@@ -130,8 +130,8 @@ def _plan_one(
     (num_layers, num_experts), clock = row_of.shape, tables.clock
     before = read_row(tables.table, layer, num_experts)
     hit, miss = needed & (before.slot_of >= 0), needed & (before.slot_of < 0)
-    order, jobs = order_of(miss), min(size, form.slots)
-    victim, place = ordered_victims(before, clock, needed)
+    order, jobs = order_of(miss), min(size, form.most_slots)
+    victim, place = ordered_victims(before, clock, needed, form.longer_layers > 0)
     if form.waves:
         fits = num(miss) <= num(victim)
         victim &= fits | (before.owner < 0)
@@ -143,7 +143,7 @@ def _plan_one(
         index = jnp.where(index < form.waves * width, index, -1)
     streams = index >= 0
     first = form.first_transient(num_layers)
-    places = jnp.asarray(layer, jnp.int32) // form.banks * form.slots + row.slot_of
+    places = form.first_slot(jnp.asarray(layer, jnp.int32) // form.banks) + row.slot_of
     slot = jnp.where(cached, places, jnp.where(streams, first + index % width, -1))
     wave = jnp.where(cached, 0, jnp.where(streams, 0 if form.at_once else 1 + index // width, -1))
     streamed = index_of(index, iota(form.waves * width)).reshape(form.waves, width)
@@ -281,10 +281,10 @@ def predict_reference(
     wanted = marked(ids, (ids >= 0) & jnp.any(active), num_experts)
     new = wanted & (before.slot_of < 0)
     order = order_of(new)
-    _, row = brought_ahead(before, new, order, wanted, tables.clock)
+    _, row = brought_ahead(before, new, order, wanted, tables.clock, form.longer_layers > 0)
     come = new & (row.slot_of >= 0)
     events = counted(tables.events, layer, prefetched=num(come), **departures(before, row))
-    places = jnp.asarray(layer, jnp.int32) // form.banks * form.slots + row.slot_of
+    places = form.first_slot(jnp.asarray(layer, jnp.int32) // form.banks) + row.slot_of
     experts = index_of(jnp.where(come, order, -1), iota(len(ids)))
     tables = tables._replace(table=write_row(tables.table, layer, row), events=events)
     return tables, fetch_of(tier.row_of[layer], experts, at(places, experts))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.cache_plan.operands import COLUMNS
+from pallas_kernels.cache_plan.operands import CLOSED, COLUMNS
 from pallas_kernels.triton.elements import power_above
 
 Ref = Any
@@ -108,8 +108,11 @@ def load_owners(of: Refs, layer: jax.Array) -> jax.Array:
     return pltriton.load(place, mask=number < slots, other=-1)
 
 
-def load_slots(of: Refs, layer: jax.Array, planes: int = 1) -> Loaded:
-    """The slots of a layer, C > 0; owners are items where planes have slots of their own."""
+def load_slots(of: Refs, layer: jax.Array, planes: int = 1, has_closed: bool = False) -> Loaded:
+    """The slots of a layer, C > 0; owners are items where planes have slots of their own.
+
+    With `has_closed` one may be `CLOSED`, which is as if it were beyond the end.
+    """
     num_items, slots = _sizes(of, planes)
     number = iota(slots)
     inside = number < slots
@@ -119,6 +122,9 @@ def load_slots(of: Refs, layer: jax.Array, planes: int = 1) -> Loaded:
         return pltriton.load(of["table"].at[layer, place], mask=inside, other=other)
 
     owner = column(0, -1)
+    if has_closed:
+        inside &= owner != CLOSED
+        owner = jnp.where(inside, owner, -1)
     return Loaded(number, owner, owner >= 0, column(1, 0), column(2, 0), inside)
 
 

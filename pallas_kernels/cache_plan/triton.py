@@ -104,7 +104,7 @@ class _Tier(NamedTuple):
     @property
     def first_slot(self) -> jax.Array:
         """int32[], the global slot of the layer's local slot 0."""
-        return quotient(self.layer, self.form.banks) * self.form.slots
+        return self.form.first_slot(quotient(self.layer, self.form.banks))
 
     @property
     def releases(self) -> bool:
@@ -191,7 +191,8 @@ def _changed(tier: _Tier) -> _Moved:
     """A tier to which experts come, or which copies leave."""
     state, form, layer, pairs = tier.state, tier.form, tier.layer, tier.pairs
     of, local = state.of, state.local
-    loaded, row = vectors.load_slots(of, layer), vectors.load_rows(of, layer, pairs.ids)
+    loaded = vectors.load_slots(of, layer, has_closed=form.longer_layers > 0)
+    row = vectors.load_rows(of, layer, pairs.ids)
     ids, left, gone = jnp.where(tier.runs, pairs.ids, -1), loaded, None
     released = unused = jnp.minimum(tier.num_misses, 0)
     if tier.releases:
@@ -253,7 +254,7 @@ def _store_released(
     tier: _Tier, loaded: vectors.Loaded, gone: jax.Array, coming: jax.Array, again: jax.Array
 ) -> None:
     """Frees the slots of copies that leave; `again` int32[P], experts that come to a slot here."""
-    of, slots = tier.state.of, tier.form.slots
+    of, slots = tier.state.of, tier.form.most_slots
     num_experts, beyond = of["row_of"].shape[1], of["table"].shape[1]
     # An expert that comes again has its new slot written later: no column is written twice.
     leaves = gone & ~some(matches(loaded.owner, again), axis=1)
@@ -388,7 +389,8 @@ def _predict_body(*refs: Ref, names: tuple[str, ...], form: TierShape, interpret
     mask = (wanted < size) & some(mask & (lanes < tokens))
     ids = pltriton.load(of["ids"].at[wanted], mask=wanted < size, other=-1)
     ids = jnp.where(mask, ids, -1)
-    loaded, local = vectors.load_slots(of, layer), vectors.load_local(of, layer, ids)
+    loaded = vectors.load_slots(of, layer, has_closed=form.longer_layers > 0)
+    local = vectors.load_local(of, layer, ids)
     row, events = vectors.load_rows(of, layer, ids), vectors.load_events(of, layer)
     table = vectors.candidates(loaded, clock, ids)
     new = (ids >= 0) & (local < 0)
@@ -408,7 +410,8 @@ def _predict_body(*refs: Ref, names: tuple[str, ...], form: TierShape, interpret
     vectors.store_owners(of, layer, table, coming)
     vectors.store_use(of, layer, table, came, clock, 1)
     come = jnp.where(took >= 0, order, -1)
-    vectors.store_jobs(of, size, come, row, quotient(layer, form.banks) * form.slots + took)
+    first = form.first_slot(quotient(layer, form.banks))
+    vectors.store_jobs(of, size, come, row, first + took)
     vectors.store_events(of, layer, events, amounts)
 
 
@@ -447,7 +450,7 @@ def plan_triton(
             pass  # the next tier's table has its items
         elif form.changes or form.static_in_step:
             changed[f"table{i}"] = tier.tables.table
-            most = max(most, form.slots) if form.changes else most
+            most = max(most, form.most_slots) if form.changes else most
         else:
             operands[f"table{i}"] = tier.tables.table
         if form.fetches:
@@ -510,7 +513,7 @@ def predict_triton(
     }  # fmt: skip
     changed = {"table": tables.table, "events": tables.events}
     sizes = {"rows": len(ids), "slots": len(ids)}
-    num_warps = _default_num_warps(form.slots, len(ids))
+    num_warps = _default_num_warps(form.most_slots, len(ids))
     body = functools.partial(_predict_body, form=form, interpret=interpret)
     name = f"cache_predict_{len(ids)}_of_{row_of.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)

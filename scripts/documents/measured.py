@@ -181,7 +181,7 @@ def recipe_plan() -> str:
     for said, pattern in (
         ("device memory", r"device total .*= (.*) of \d+"),
         ("host memory", r"host   total .*= (.*)"),
-        ("slots of a layer, of 128", r"slots: (\d+) of"),
+        ("slots of a layer, of 128", r"slots: (\d+(?: or \d+)?) of"),
         ("over the link at worst, a token", r"worst: (.*?) a token"),
         ("over the link at worst, a prefill chunk of 1024", r"worst: (.*?) a full"),
     ):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moejax.experts.budget.limits import PREFILL, Limits, gib_above, size_text
+from moejax.experts.budget.limits import PREFILL, Limits, gib_above, limit_nbytes, size_text
 from moejax.experts.budget.planned import HEAD_LEAF, Budget, RunSizes, TierBudget, bulk_nbytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -90,7 +90,8 @@ def _disk(budget: TierBudget) -> list[str]:
         needed = budget.num_layers * budget.num_needed(num_tokens)
         return absent * (1 - share_cached) * needed, needed
 
-    batch, cached = budget.run.batch, budget.slots / budget.num_experts
+    batch = budget.run.batch
+    cached = budget.total_slots / (budget.num_layers * budget.num_experts)
     cold, needed = waited(batch, 0.0)
     warm, _ = waited(batch, cached)
     chunk, _ = waited(budget.run.prefill_batch * budget.run.chunk, cached)
@@ -117,19 +118,20 @@ def _slots(budget: TierBudget) -> list[str]:
         return []
     found, limits = [], budget.limits
     needed = budget.num_needed(budget.run.batch)
-    if budget.slots == 0:
+    if budget.total_slots == 0:
         found.append("no expert is cached: every one that a step needs crosses the link")
     elif budget.slots < needed:
         found.append(
-            f"a layer caches {budget.slots} experts, but a decode step can need {needed}: the "
+            f"a layer caches {budget.said_slots} experts, but a decode step can need {needed}: the "
             "others stream through the transient slots, and such a pass evicts nothing"
         )
     elif limits.prefetch_in != PREFILL and budget.slots < needed + limits.prefetch:
         found.append(
-            f"a layer caches {budget.slots} experts: {limits.prefetch} that are fetched ahead "
+            f"a layer caches {budget.said_slots} experts: {limits.prefetch} that are fetched ahead "
             f"evict some of the {needed} that a step can need"
         )
-    spare = budget.spare_device
+    limit = limit_nbytes(limits.device_gib)
+    spare = None if limit is None else limit - budget.total_device
     if spare is not None and budget.slots < budget.num_experts:
         layer_of_slots = budget.num_layers * budget.tier.expert_nbytes
         more = (spare + _saved_by_head(budget.run)) // layer_of_slots

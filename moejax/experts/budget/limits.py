@@ -72,7 +72,7 @@ def check_phase(phase: str, group: str = "memory.") -> None:
 
 
 def num_banks(limits: Limits) -> int:
-    """Number of banks; see `TierBudget.banks`."""
+    """Number of banks that layers use in turn; two with prefetch, else one."""
     return 2 if limits.prefetch else 1
 
 

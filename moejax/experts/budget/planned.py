@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from moejax.experts.budget.limits import GIB, Limits, limit_nbytes, num_banks, size_text
+from moejax.experts.budget.limits import GIB, Limits, size_text
 from moejax.models.config import PAGE, ModelConfig, Pages
 
 NUM_EVENTS = 13  # that `moejax.experts.residency` counts in each layer
@@ -46,11 +46,6 @@ class RunSizes:
     def prefill_batch(self) -> int:
         """Sequences of a prefill step: prompts of a running batch come one by one."""
         return 1 if self.is_running else self.batch
-
-    @property
-    def most_pages(self) -> int:
-        """Pages of a running batch whose rows all have every slot, and one more."""
-        return self.batch * Pages(0).of(self.context) + 1
 
     @property
     def least_pages(self) -> int:
@@ -105,12 +100,15 @@ class RunSizes:
         passing = min(needed, self.num_experts - slots) if needed > slots else 0
         return max(0, min(transient // 2, transient - passing))
 
-    def most_at_once(self, tier: "TierSize", slots: int, transient: int) -> int:
-        """Experts that a step fetches at once for a layer, to slots, in a wave or to both."""
+    def most_at_once(self, tier: "TierSize", slots: int, transient: int, more: bool) -> int:
+        """Experts that a step fetches at once for a layer, to slots, in a wave or to both.
+
+        `more`: some layers have a slot more.
+        """
         num_tokens = max(self.batch, self.prefill_batch * self.chunk)
         needed = min(self.num_experts, num_tokens * self.config.experts_per_token)
         is_both = self.num_experts - slots <= transient - self.apart(tier, slots, transient)
-        return max(needed if is_both else min(needed, slots), transient)
+        return max(needed if is_both else min(needed, slots + more), transient)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,15 +146,17 @@ class _Parts:
 class TierBudget(_Parts):
     """Every byte of a run with one tier.
 
-    Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B - b slots, in b slots
-    beside all banks, and in R rows; without, all are on the device as the other weights are, C is
-    E, and B and R are 0.
+    Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B - b slots, and one
+    more for each longer layer, in b slots beside all banks, and in R rows; without, all are on the
+    device as the other weights are, C is E, and B and R are 0.
     """
 
     run: RunSizes
     tier: TierSize
     pooled: bool
-    slots: int  # C
+    slots: int  # C, of each layer
+    banks: int  # that layers use in turn: two with prefetch, else one
+    longer_layers: int  # the first layers of a bank, which have one slot more
     transient: int  # B
     host_rows: int  # R
 
@@ -176,20 +176,20 @@ class TierBudget(_Parts):
         return self.slots == self.num_experts and self.tier.planes == 1
 
     @property
-    def banks(self) -> int:
-        """Number of banks that layers use in turn; two with prefetch, else one."""
-        return num_banks(self.limits)
+    def total_slots(self) -> int:
+        """Slots of all layers."""
+        return self.num_layers * self.slots + self.banks * self.longer_layers
 
     @property
-    def spare_device(self) -> int | None:
-        """Bytes of the limit that nothing takes; None without a limit."""
-        limit = limit_nbytes(self.limits.device_gib)
-        return None if limit is None else limit - self.total_device
+    def said_slots(self) -> str:
+        """Slots of a layer in words, such as "3" or "3 or 4"."""
+        return f"{self.slots} or {self.slots + 1}" if self.longer_layers else str(self.slots)
 
     @property
     def at_once(self) -> int:
         """Experts that a step fetches at once for a layer; most in a prefill chunk."""
-        return self.run.most_at_once(self.tier, self.slots, self.transient)
+        more = self.longer_layers > 0
+        return self.run.most_at_once(self.tier, self.slots, self.transient, more)
 
     @property
     def apart(self) -> int:
@@ -209,8 +209,9 @@ class TierBudget(_Parts):
 
     def link_nbytes(self, num_tokens: int) -> int:
         """Bytes that cross the link in a step of so many tokens, when every expert is a miss."""
-        misses = min(self.num_needed(num_tokens), self.num_experts - self.slots)
-        return self.num_layers * misses * self.tier.expert_nbytes
+        every = self.num_layers * self.num_experts
+        misses = min(self.num_layers * self.num_needed(num_tokens), every - self.total_slots)
+        return misses * self.tier.expert_nbytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,7 +315,8 @@ def describe(budget: Budget) -> list[str]:
         return [*lines, said]
     return lines + [
         f"{tier.tier.name}: experts of {size_text(tier.tier.expert_nbytes)}, "
-        f"{tier.slots} of {tier.num_experts} cached a layer, {tier.transient} transient slots, "
+        f"{tier.said_slots} of {tier.num_experts} cached a layer, {tier.transient} transient "
+        "slots, "
         f"{tier.host_rows} of {tier.num_layers * tier.num_experts} in host memory"
         for tier in budget.tiers
     ]
@@ -325,9 +327,9 @@ def _speed(budget: TierBudget) -> list[str]:
         return ["the model has no sparse layer, so no experts"]
     if not budget.pooled:
         return [f"all {budget.num_layers} x {budget.num_experts} experts stay on the device"]
-    share = 100 * budget.slots / budget.num_experts
+    share = 100 * budget.total_slots / (budget.num_layers * budget.num_experts)
     lines = [
-        f"slots: {budget.slots} of {budget.num_experts} a layer "
+        f"slots: {budget.said_slots} of {budget.num_experts} a layer "
         f"({share:.1f} % of the experts), and {budget.transient} transient",
         f"host memory: {budget.host_rows} of {budget.num_layers * budget.num_experts} experts "
         f"({100 * budget.host_share:.1f} %)",

@@ -29,7 +29,7 @@ from moejax.experts.budget.planned import (
     table_nbytes,
 )
 from moejax.experts.budget.workspace import workspace_nbytes
-from moejax.models.config import PAGE
+from moejax.models.config import PAGE, Pages
 from pallas_kernels.host_mailbox import Mailbox
 from pallas_kernels.sum_mailbox import mailbox_nbytes
 
@@ -41,7 +41,7 @@ RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 # Bytes of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
 GATHERED_BYTES = 512 * 2**20
 # By how much a longer chunk of prompts may raise the bytes of experts without a slot.
-LONGER_CHUNK_COST = 1.05
+LONGER_CHUNK_COST = 1.052
 # Of the memory that a device without a limit has free, what a plan with a longer chunk may take: a
 # call may have a longer context than the planned one.
 ROOM_SHARE = 0.9
@@ -51,16 +51,22 @@ MAILBOX = "mailbox of the host's cores"  # likewise
 BIASES = "biases for the host's cores"  # likewise
 
 
-def _plan_tier(run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1) -> TierBudget:
+def _plan_tier(
+    run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1, longer_layers: int = 0
+) -> TierBudget:
     """Plans every byte of a run with one tier of its `num_tiers`, and its slots.
 
     C = floor((limit - rest) / (M expert_nbytes)), at most E, where the rest holds B transient
-    slots. If everything fits, experts are not pooled, unless `limits.slots` asks for it.
+    slots; of what is left the first layers get a slot more, but for a running batch, which gets
+    pages of it. If everything fits, experts are not pooled, unless `limits.slots` asks for it.
+
+    Args:
+      longer_layers: with `limits.slots`, as `TierBudget.longer_layers`.
 
     Raises:
       BudgetError: it does not fit; the text names the smallest limit that would do.
     """
-    plan = _TierPlan(run, tier, limits, num_tiers)
+    plan = _TierPlan(run, tier, limits, num_tiers, longer_layers)
     plan.check()
     limit = limit_nbytes(limits.device_gib)
     whole = plan._unpooled()
@@ -68,8 +74,21 @@ def _plan_tier(run: RunSizes, tier: TierSize, limits: Limits, num_tiers: int = 1
         plan._require(sum(whole.values()), limit, "the model, which has no experts to move")
         return plan.budget(pooled=False, slots=run.num_experts, transient=0, device=whole)
     slots, transient = plan._choose_slots(limit)
+    if limit is not None and limits.slots < 0:
+        for longer in _most_longer_first(run, tier, slots, num_banks(limits)):
+            more = dataclasses.replace(plan, longer_layers=longer)
+            if sum(more.pooled(slots, transient).values()) <= limit:
+                plan = more
+                break
     device = plan.pooled(slots, transient)
     return plan.budget(pooled=True, slots=slots, transient=transient, device=device)
+
+
+def _most_longer_first(run: RunSizes, tier: TierSize, slots: int, banks: int) -> range:
+    """How many layers of a bank may have one slot more than all have."""
+    if slots >= run.num_experts or tier.planes > 1 or run.is_running:
+        return range(0)
+    return range(-(-run.num_layers // banks) - 1, 0, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +97,7 @@ class _TierPlan:
     tier: TierSize
     limits: Limits
     num_tiers: int
+    longer_layers: int = 0
 
     @property
     def is_packed(self) -> bool:
@@ -180,7 +200,7 @@ class _TierPlan:
             items = table_slots = 0
         else:
             table_slots = slots
-            parts["expert slots"] = layers * slots * own
+            parts["expert slots"] = (layers * slots + banks * self.longer_layers) * own
             parts["transient slots"] = (banks * (transient - apart) + apart) * own
         parts["residency tables"] = table_nbytes(
             self.run.num_layers, self.run.num_experts, table_slots, items=items,
@@ -193,7 +213,8 @@ class _TierPlan:
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
         if self.run.is_cpu or self._reads_disk:
-            at_once = self.run.most_at_once(self.tier, slots, transient)
+            more = self.longer_layers > 0
+            at_once = self.run.most_at_once(self.tier, slots, transient, more)
             parts["experts on their way in a step"] = at_once * own
         return parts
 
@@ -291,7 +312,8 @@ class _TierPlan:
                 host["blocks of transfers between steps"] = self.run.num_devices * self.bulk_nbytes
             if rows < num_experts:
                 host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
-                at_once = self.run.most_at_once(self.tier, slots, transient)
+                more = self.longer_layers > 0
+                at_once = self.run.most_at_once(self.tier, slots, transient, more)
                 host[WAITED] = (blocks_from_disk(at_once) - RING_BLOCKS) * nbytes
                 disk["experts"] = num_experts * nbytes
         return TierBudget(
@@ -300,6 +322,8 @@ class _TierPlan:
             tier=self.tier,
             pooled=pooled,
             slots=slots,
+            banks=num_banks(self.limits),
+            longer_layers=self.longer_layers,
             transient=transient,
             host_rows=rows,
             device=device,
@@ -312,7 +336,7 @@ class _TierPlan:
         limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
         num_experts, at_once = (
             self.run.num_layers * self.run.num_experts,
-            self.run.most_at_once(self.tier, slots, transient),
+            self.run.most_at_once(self.tier, slots, transient, self.longer_layers > 0),
         )
         if limit is None or not self._reads_disk:
             return num_experts
@@ -360,10 +384,11 @@ def make_budget(
     without a limit every tier has room for all experts (the first one for `limits.slots`, if that
     is given). Under a limit the first one has all slots where that is best (`first_alone`); else
     the lower tiers have room for all experts, if that leaves the first one as many slots as a token
-    needs experts, and it gets what is left; else all tiers have the same number. Of two tiers that
-    share slots both have as many as fit, or the sum of what the policy asks for. Experts have slots
-    before a running batch has more than its least pages; it gets those that the limit then leaves,
-    or without a limit all that it can use.
+    needs experts, and it gets what is left; else all tiers have the same number. Then the first
+    layers get a slot more, as in `_plan_tier`, of the first tier to which steps fetch. Of two tiers
+    that share slots both have as many as fit, or the sum of what the policy asks for. Experts have
+    slots before a running batch has more than its least pages; it gets those that the limit then
+    leaves, or without a limit all that it can use.
 
     A prompt brings the experts without a slot once a chunk. So the chunk is the longest of the
     run's for which their bytes, which every decode step draws from, are at most
@@ -401,7 +426,7 @@ def _with_pages(
         return _planned(run, tiers, limits, policy)
     least = dataclasses.replace(run, num_pages=run.least_pages)
     found, limit = _planned(least, tiers, limits, policy), limit_nbytes(limits.device_gib)
-    pages = run.most_pages
+    pages = run.batch * Pages(0).of(run.context) + 1  # all rows have every slot
     if limit is not None:
         more = (limit - found.total_device) // (PAGE * run.slot_nbytes)
         pages = min(pages, least.num_pages + more)
@@ -409,12 +434,13 @@ def _with_pages(
 
 
 def _missing_nbytes(budget: Budget, policy: PolicyDemands | None) -> int:
-    """Bytes of a layer's experts that have no slot, in the tiers from which steps fetch."""
+    """Bytes of the experts that have no slot, in the tiers from which steps fetch."""
     unfetched: Sequence[int] = policy.between_steps if policy else ()
     if policy and policy.first_alone:  # what the others fetch goes with what it lacks
         unfetched = range(1, len(budget.tiers))
     return sum(
-        (tier.tier.planes * tier.num_experts - tier.slots) * tier.tier.expert_nbytes
+        (tier.num_layers * tier.tier.planes * tier.num_experts - tier.total_slots)
+        * tier.tier.expert_nbytes
         for i, tier in enumerate(budget.tiers)
         if i not in unfetched
     )
@@ -447,7 +473,7 @@ def _planned(
     shares = tiers[0].shares_slots
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
 
-    def alone(chosen: Sequence[int], host_gib: float) -> list[TierBudget]:
+    def alone(chosen: Sequence[int], longer: Sequence[int], host_gib: float) -> list[TierBudget]:
         budgets, bulk = [], policy.bulk
         if bulk is None:
             bulk = default_bulk(tiers[0].expert_nbytes, run.num_layers * chosen[0])
@@ -470,14 +496,14 @@ def _planned(
                 next_own = dataclasses.replace(own, host_gib=0.0)
                 transient = _plan_tier(run, tiers[1], next_own, len(tiers)).transient
                 own = dataclasses.replace(own, transient=transient)
-            budgets.append(_plan_tier(run, tier, own, len(tiers)))
+            budgets.append(_plan_tier(run, tier, own, len(tiers), longer[i]))
         return budgets
 
-    def made(chosen: Sequence[int]) -> Budget:
-        budgets = alone(chosen, 0.0)
+    def made(chosen: Sequence[int], longer: Sequence[int]) -> Budget:
+        budgets = alone(chosen, longer, 0.0)
         if limits.host_gib:
             _check_host(budgets, limits)
-            budgets = alone(chosen, limits.host_gib)
+            budgets = alone(chosen, longer, limits.host_gib)
         return joined(budgets, policy.device(run))
 
     check_gib(limits.device_gib, limits.host_gib)
@@ -505,11 +531,21 @@ def _planned(
             pairs = [(n, num_experts) for n in counts if n >= run.config.experts_per_token]
             pairs += [(n, n) for n in counts]
         choices = [(first, *[lower] * num_lower) for first, lower in pairs]
+    none = [0] * len(tiers)
     for chosen in choices:
-        found = made(chosen)
+        found = made(chosen, none)
         if limit is None or found.total_device <= limit:
-            return found
-    raise _too_large(found, policy.device(run))
+            break
+    else:
+        raise _too_large(found, policy.device(run))
+    if limit is None or policy.slots or shares:
+        return found
+    i = next(i for i in range(len(tiers)) if i not in policy.between_steps)
+    for longer in _most_longer_first(run, tiers[i], chosen[i], found.tiers[i].banks):
+        more = made(chosen, [*none[:i], longer, *none[i + 1 :]])
+        if more.total_device <= limit:
+            return more
+    return found
 
 
 def _check(slots: Sequence[int], names: Sequence[str], num_experts: int) -> None:

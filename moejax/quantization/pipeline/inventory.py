@@ -61,11 +61,6 @@ class Entry:
         """(N, K) of a matrix."""
         return self.source.shape
 
-    @property
-    def is_coded(self) -> bool:
-        """Whether the checkpoint has codes of the matrix, which a plain file would not keep."""
-        return self.arranged is not None and self.arranged[0].kind is not None
-
     def read(self, rows: np.ndarray | None = None, first_row: int = 0) -> np.ndarray:
         """Reads float32 values of the matrix as `read_matrix`; MoejaxError as `fill_part`, too."""
         if self.arranged is None:

@@ -187,7 +187,9 @@ def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
             raise _useless(rule, inventory)
     by_name = {entry.name: entry for entry in inventory.entries}
     for name, scheme in found.items():
-        if scheme.method == "none" and by_name[name].is_coded:
+        arranged = by_name[name].arranged
+        is_coded = arranged is not None and arranged[0].kind is not None
+        if scheme.method == "none" and is_coded:  # a plain file would not keep its codes
             raise MoejaxError(
                 f"{by_name[name].prefix} is stored in MXFP4, and method=none would write it in "
                 "bfloat16, four times its bytes; give the experts a method, such as rtn"
