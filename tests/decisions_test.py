@@ -106,25 +106,29 @@ class DecisionsTest(absltest.TestCase):
             *of("DynaExq 4/2, a half hot", "study4", 0, 0, 1), *of("INT4", "other", 0.1),
             *of("DynaExq 4/2, a quarter hot", "study4", 0.9),
             *of("random c = 0.5, rho 3", "study4", 0, 0, 0),
+            *of("DynaExq 4/2, a quarter hot", "study5", 0.3, 0.2, 0.1),
         ]  # fmt: skip
         label, found = decisions.task_scores(rows)
         self.assertEqual(label, "study4")
         text = decisions.OF_TASKS
         self.assertEqual(found.keys(), {(text, "INT4"), (text, "DynaExq 4/2")})
-        [one], [half] = found[text, "INT4"], found[text, "DynaExq 4/2"]
+        [one], shares = found[text, "INT4"], found[text, "DynaExq 4/2"]
         self.assertAlmostEqual(one.figure, 50)
-        self.assertEqual((one.share, half.share), (0, 0.5))
+        self.assertEqual(one.share, 0)
+        # Of another model what that one lacks.
+        figures = {of.share: round(of.figure) for of in shares}
+        self.assertEqual(figures, {0.5: 33, 0.25: 20})
         self.assertAlmostEqual(one.goodness, 50)
 
     def test_the_best_of_a_budget_are_beaten_by_none(self):
         _, points, _ = self.joined()
         found = decisions.best(list(points.values()), "wikitext-2")
-        # INT3 is slower and worse than INT4; of 12 GiB each of two is better in one.
+        # INT3 is slower and worse than INT4.
         self.assertEqual(
             found,
-            {("INT4", 6), ("INT2", 6), ("BuddyMoE", 6), ("INT4", 8), ("INT4", 12),
-             ("BuddyMoE", 12)},
-        )  # fmt: skip
+            # BuddyMoE, better in one too, was scored in another state than it was timed in.
+            {("INT4", 6), ("INT2", 6), ("INT4", 8), ("INT4", 12)},
+        )
 
     def test_a_method_is_timed_again_unless_every_budget_has_a_row(self):
         """A run that ends early has rows of some."""
@@ -154,7 +158,7 @@ class DecisionsTest(absltest.TestCase):
         ]
         speed = [*timed("INT4", 8, 4.0, 0.5), *timed("DynaExq 4/2", 8, 3.0, 0.5)]
         text = decisions.Picture(SHAPE, speed, [*QUALITY, *tasks]).text()
-        self.assertIn("| DynaExq 4/2 | not timed | 333, 300 ms: – / 50.0 |", text)
+        self.assertIn("| DynaExq 4/2 | not timed | 333, 300 ms: – / ~50.0 |", text)
 
     @pytest.mark.slow
     def test_the_table_and_the_picture(self):
@@ -164,7 +168,7 @@ class DecisionsTest(absltest.TestCase):
         text = picture.text()
         self.assertIn("the demo model", text)
         self.assertIn("| INT3 | 100, 1000 ms (7.7 GiB): 22.0 |", text)
-        self.assertIn("| **200, 500 ms: 25.0** |", text)
-        self.assertIn("| **500, 200 ms: 22.0** |", text)
+        self.assertIn("| 200, 500 ms: ~25.0 |", text)
+        self.assertIn("| 500, 200 ms: ~22.0 |", text)
         self.assertIn("| DynaExq 4/2 | refused |", text)
         self.assertIn("- MiLo INT3, not timed: under 6, 8, 12, 16, 24 GiB", text)

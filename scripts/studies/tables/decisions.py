@@ -123,7 +123,10 @@ def qualities(rows: Iterable[ResultRow]) -> tuple[str, dict[tuple[str, str], lis
 
 
 def task_scores(rows: Iterable[ResultRow]) -> tuple[str, dict[tuple[str, str], list[Scored]]]:
-    """The label of the model that has most of the methods, and their mean scores, like a text's."""
+    """The label of the model that has most of the methods, and mean scores, like a text's.
+
+    What that model lacks is of others.
+    """
     by_label: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
         section, *parts = row.what.split(" | ")
@@ -134,13 +137,14 @@ def task_scores(rows: Iterable[ResultRow]) -> tuple[str, dict[tuple[str, str], l
         label: {method: of for method, of in methods.items() if {*TASKS} <= of.keys()}
         for label, methods in by_label.items()
     }
-    label = max(whole, key=lambda label: len(whole[label]), default="")
+    labels = sorted(whole, key=lambda label: -len(whole[label]))
+    scored = {name: of for label in reversed(labels) for name, of in whole[label].items()}
     found: dict[tuple[str, str], list[Scored]] = {}
-    for name, of in whole.get(label, {}).items():
+    for name, of in scored.items():
         method, share = IN_PICTURE[name]
         mean = 100 * sum(of[task] for task in TASKS) / len(TASKS)
         found.setdefault((OF_TASKS, method), []).append(Scored(mean, RIGHT, share))
-    return label, found
+    return next(iter(labels), ""), found
 
 
 def nearest(scored: Sequence[Scored], share: float) -> Scored | None:
@@ -180,13 +184,15 @@ def join(
 def best(points: Sequence[Joined], text: str) -> set[tuple[str, float]]:
     """Points of a text that no other one of their budget beats in speed and in quality.
 
-    They are compared under the routing of `BASE`, and took no more than their budget.
+    They are compared under the routing of `BASE`, took no more than their budget, and were scored
+    as they were timed.
     """
     routings = {point.gib: point.timed.routing for point in points if point.method == BASE}
     fair = [
         point
         for point in points
         if text in point.scored
+        and not point.scored[text].share
         and point.timed.routing == routings.get(point.gib)
         and not point.timed.peak_gib > point.gib
     ]
@@ -224,7 +230,9 @@ def draw(
             own = [p for p in points if p.method == method and text in p.scored]
             x, y = [p.timed.tokens_per_s for p in own], [p.scored[text].figure for p in own]
             if own:
-                panel.plot(x, y, label=method, markersize=4, **style)
+                is_other = any(point.scored[text].share for point in own)
+                face = {"markerfacecolor": "none"} if is_other else {}
+                panel.plot(x, y, label=method, markersize=4, **style, **face)
             for point, *at in zip(own, x, y, strict=True):
                 panel.annotate(
                     f"{point.gib:g}", at, fontsize=6, xytext=(2, 2), textcoords="offset points"
@@ -261,8 +269,8 @@ def page(
                 cells.append("refused" if (method, gib) in timed else NOT_TIMED)
                 continue
             figures = [
-                f"{point.scored[text].figure:.1f}" if text in point.scored else "–"
-                for text in texts
+                "~" * (one.share > 0) + f"{one.figure:.1f}" if one else "–"
+                for one in map(point.scored.get, texts)
             ]
             one = point.timed
             above = f" ({one.peak_gib:.1f} GiB)" if one.peak_gib > gib else ""
@@ -273,7 +281,7 @@ def page(
     head = ["method", *(f"{gib:g} GiB" for gib in gibs)]
     meaning = (
         f"A cell is tokens a second, the time to the first token (a peak above the budget): "
-        f"{' / '.join(texts) or 'quality'}."
+        f"{' / '.join(texts) or 'quality'}. ~: scored in another state than was timed."
     )
     lines = [
         f"- {what}: under {', '.join(f'{gib:g}' for gib in under)} GiB"
