@@ -213,10 +213,12 @@ class _TierPlan:
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
         if self.run.is_cpu or self._reads_disk:
-            more = self.longer_layers > 0
-            at_once = self.run.most_at_once(self.tier, slots, transient, more)
+            at_once = self._at_once(slots, transient)
             parts["experts on their way in a step"] = at_once * own
         return parts
+
+    def _at_once(self, slots: int, transient: int) -> int:
+        return self.run.most_at_once(self.tier, slots, transient, self.longer_layers > 0)
 
     @property
     def moves_embeddings(self) -> bool:
@@ -312,8 +314,7 @@ class _TierPlan:
                 host["blocks of transfers between steps"] = self.run.num_devices * self.bulk_nbytes
             if rows < num_experts:
                 host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
-                more = self.longer_layers > 0
-                at_once = self.run.most_at_once(self.tier, slots, transient, more)
+                at_once = self._at_once(slots, transient)
                 host[WAITED] = (blocks_from_disk(at_once) - RING_BLOCKS) * nbytes
                 disk["experts"] = num_experts * nbytes
         return TierBudget(
@@ -336,7 +337,7 @@ class _TierPlan:
         limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
         num_experts, at_once = (
             self.run.num_layers * self.run.num_experts,
-            self.run.most_at_once(self.tier, slots, transient, self.longer_layers > 0),
+            self._at_once(slots, transient),
         )
         if limit is None or not self._reads_disk:
             return num_experts
