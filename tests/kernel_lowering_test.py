@@ -9,10 +9,13 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 import pytest
 from absl.testing import parameterized
 
+from pallas_kernels import launch
 from tests import gpu_programs, slow
 from tests.gpu_programs import PROGRAMS
 from tests.gpu_targets import GPUS, SKIP_CHECKS, Program
@@ -121,6 +124,17 @@ class LoweringTest(parameterized.TestCase):
                 self.assertRegex(
                     text, rf"output_tuple_indices = \[{output}\],\s+operand_index = {operand},"
                 )
+
+    @parameterized.parameters(*GPUS)
+    def test_tiles_of_terms_fit_in_shared_memory(self, gpu):
+        # What XLA asks for each stage but one, of 128 rows of x and V in INT3.
+        stage, most = 68608, GPUS[gpu].shared_kib - 1 << 10
+        program = PROGRAMS["layer_prefill_int3_rank_16"]()
+        with mock.patch.object(launch, "triton_call", wraps=launch.triton_call) as call:
+            jax.eval_shape(partial(program.function, target=GPUS[gpu].target), *program.operands)
+        launches = [given.kwargs for given in call.call_args_list]
+        thin = [of["num_stages"] for of in launches if re.search("_thin_.*_m128n", of["name"])]
+        self.assertEqual(thin, [min(3, 1 + most // stage)] * 2)
 
     def test_a_copy_of_the_weights_is_seen(self):
         program = PROGRAMS["dense_decode_int3"]()

@@ -185,14 +185,15 @@ def fitted(
     """
     room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES
     while True:
-        stage = max(_stage_bytes(tiles, weights, num_halves) for weights in tiers)
+        stage = max(stage_bytes(tiles, weights, num_halves) for weights in tiers)
         stages = min(tiles.num_stages, room // stage)
         if stages >= 2 or tiles.block_m <= 16:
             return dataclasses.replace(tiles, num_stages=max(1, stages))
         tiles = dataclasses.replace(tiles, block_m=tiles.block_m // 2)
 
 
-def _stage_bytes(tiles: TritonTiles, weights: PackedMatrices, num_halves: int) -> int:
+def stage_bytes(tiles: TritonTiles, weights: PackedMatrices, num_halves: int) -> int:
+    """Shared memory of one stage of the pipeline."""
     step = max(tiles.step, triton_product.min_step(weights))
     # A packed step reads the words of its whole block.
     row_bytes = step * 2 if weights.bits == PLAIN_BITS else BLOCK * weights.bits // 8

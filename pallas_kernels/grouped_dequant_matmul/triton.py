@@ -285,23 +285,25 @@ class _Call:
         self.static = _Static(None, tiles, self.num_pairs, row_width, num_tokens == 1, interpret)
 
     def run(
-        self, body: Any, name: str, axes: tuple[int, int], out_shape: jax.ShapeDtypeStruct
-    ) -> jax.Array:
+        self, body: Any, name: str, axes: tuple[int, int], out_shape: jax.ShapeDtypeStruct,
+        tiles: TritonTiles | None = None,  # None: the call's
+    ) -> jax.Array:  # fmt: skip
         """Launches a body on a grid of tiles, jobs and parts."""
+        tiles = tiles or self.tiles
         leaves, treedef = jax.tree.flatten(self.operands)
         forms = "_".join(weights.describe().replace(" ", "_") for weights in self.operands.tiers)
         kind = "blocks" if self.blocks else "pairs"
         return launch.triton_call(
             functools.partial(body, static=self.static._replace(treedef=treedef)),
-            name=f"grouped_{name}_{kind}_{forms}_{self.tiles.describe()}",
+            name=f"grouped_{name}_{kind}_{forms}_{tiles.describe()}",
             grid=(axes[0], self.programs, axes[1]),
             out_shape=out_shape,
-            num_warps=self.tiles.num_warps,
-            num_stages=self.tiles.num_stages,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
             interpret=self.interpret,
         )(*leaves)
 
-    def add_thin(self, name: str) -> None:
+    def add_thin(self, name: str, target: Target) -> None:
         """Launches the thin products of the low-rank terms, if there are any."""
         if not any(self.operands.low_rank):
             return
@@ -310,8 +312,9 @@ class _Call:
         num_rows = max(map(triton_low_rank.thin_rows, given))
         shape = jax.ShapeDtypeStruct((parts, self.num_pairs, num_rows), jnp.float32)
         thin = self.run(
-            _thin_body, f"{name}_thin", (num_rows // triton_low_rank.TILE, parts), shape
-        )
+            _thin_body, f"{name}_thin", (num_rows // triton_low_rank.TILE, parts), shape,
+            rules.thin_tiles(self.tiles, sum(given, ()), target),
+        )  # fmt: skip
         self.operands = self.operands._replace(thin=thin)
 
 
@@ -337,7 +340,7 @@ def gate_up_triton(
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.gate_up_tiles(num_tokens, width, tiers, target), tiers)
     call = _Call(x, assignments, tiers, low_rank, tiles, width, target.simulated)
-    call.add_thin("gate_up")
+    call.add_thin("gate_up", target)
     if bias is not None:
         call.operands = call.operands._replace(bias=bias.reshape(num_tokens * width, -1))
     call.static = call.static._replace(gating=gating)
@@ -362,7 +365,7 @@ def down_triton(
     tiles = _checked(tiles or rules.down_tiles(num_tokens, width, tiers, target), tiers)
     rows = hidden.reshape(num_tokens * width, -1)
     call = _Call(rows, assignments, tiers, low_rank, tiles, 1, target.simulated)
-    call.add_thin("down")
+    call.add_thin("down", target)
     num_outputs, parts = tiers[0].num_outputs, tiles.split_k
     products = call.run(
         _products_body, "down", (-(-num_outputs // tiles.block_n), parts),
