@@ -1,4 +1,7 @@
-"""The Mosaic GPU implementation: streaming kernels for few tokens, wgmma for many (Hopper)."""
+"""The Mosaic GPU implementation: streaming kernels for few tokens, wgmma for many (Hopper).
+
+Many tokens' low-rank terms are added by Triton's launches, which then have the gating, too.
+"""
 
 from collections.abc import Sequence
 
@@ -8,11 +11,13 @@ import jax.numpy as jnp
 from pallas_kernels import mosaic_decode, mosaic_prefill
 from pallas_kernels.assignments import Assignments, Turn
 from pallas_kernels.gating import SWIGLU, Gating
+from pallas_kernels.grouped_dequant_matmul import triton
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles, measured
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.target import Target
+from pallas_kernels.triton import low_rank as triton_low_rank
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 Tiers = Sequence[PackedMatrices]
@@ -53,8 +58,7 @@ def refusal(
         found = mosaic_prefill.refusals(x, [*gate_up_tiers, *down_tiers], target)
         if target.simulated:
             found.append("its kernel for many rows has no interpret mode")
-        if any(low_rank):
-            found.append("its kernel for many rows takes no low-rank terms")
+        found += filter(None, map(triton_low_rank.refusal, low_rank))
         if not is_plain:
             found.append("its kernel for many rows has silu(gate) * up alone, without a bias")
     return "; ".join(found) or None
@@ -63,10 +67,10 @@ def refusal(
 def has_many_rows(
     assignments: Assignments, of_each: Sequence[Products], tiles: Tiles | None, target: Target
 ) -> bool:
-    """Whether the kernel for many rows runs both products."""
+    """Whether the kernel for many rows runs both products, and nothing is added to them."""
     tokens, width = assignments.slot.shape
     return not any(
-        _streams(tokens, width, _tiles(what, (tokens, width), *of, tiles, target))
+        any(of[1]) or _streams(tokens, width, _tiles(what, (tokens, width), *of, tiles, target))
         for what, of in zip(("gate_up", "down"), of_each, strict=True)
     )
 
@@ -94,16 +98,14 @@ def layer_mosaic(
     """Computes `api.moe_products` by the kernel for many rows."""
     chosen, (tokens, width) = [], assignments.slot.shape
     for what, (tiers, low_rank) in zip(("gate_up", "down"), of_each, strict=True):
-        _fits_many_rows(low_rank, bias, gating)
+        _fits_many_rows(bias, gating)
         found = _tiles(what, (tokens, width), tiers, low_rank, tiles, target)
         chosen.append(_many_row_tiles(found))
     (ups, _), (downs, _) = of_each
     return mosaic_prefill.layer(x, assignments, ups, downs, chosen, target, turn)[None]
 
 
-def _fits_many_rows(low_rank: LowRanks, bias: jax.Array | None, gating: Gating) -> None:
-    if any(low_rank):
-        raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
+def _fits_many_rows(bias: jax.Array | None, gating: Gating) -> None:
     if bias is not None or gating != SWIGLU:
         raise ValueError("mosaic's kernel for many rows has silu(gate) * up, without a bias")
 
@@ -149,15 +151,23 @@ def _product(
     tokens, width = assignments.slot.shape
     tiles = _tiles(what, (tokens, width), tiers, low_rank, tiles, target)
     if not _streams(tokens, width, tiles):
-        _fits_many_rows(low_rank, bias, gating or SWIGLU)
+        given = assignments, tiers
+        if any(low_rank):
+            found = mosaic_prefill.products(rows, *given, _many_row_tiles(tiles), target)
+            if gating is None:
+                return triton.down_triton(rows, *given, low_rank, None, target, found)
+            return triton.gate_up_triton(
+                rows, *given, low_rank, None, target, bias, gating, products=found
+            )
+        _fits_many_rows(bias, gating or SWIGLU)
         call = mosaic_prefill.gate_up if gating else mosaic_prefill.products
-        return call(rows, assignments, tiers, _many_row_tiles(tiles), target)
+        return call(rows, *given, _many_row_tiles(tiles), target)
     pairs = tokens * width
     rows = rows.reshape(-1, rows.shape[-1])
     chosen = tiles or mosaic_decode.tiles_of_experts(
         rows[:tokens], list(tiers), pairs, gating is not None, target, low_rank
     )
-    found: jax.Array = mosaic_decode.expert_products(
+    streamed: jax.Array = mosaic_decode.expert_products(
         rows,
         assignments.tier.reshape(pairs),
         assignments.slot.reshape(pairs),
@@ -168,7 +178,7 @@ def _product(
         low_rank=tuple(low_rank),
         bias=None if bias is None else _as_read(bias.reshape(pairs, -1), rows.dtype),
     )
-    return found
+    return streamed
 
 
 def _many_row_tiles(tiles: Tiles | None) -> WgmmaTiles | None:

@@ -3,7 +3,8 @@
 Three launches at decode, one more for each product with low-rank terms. Tiers share a launch: the
 program branches on its matrix's tier, so each tier is compiled as if it were alone.
 
-Biases and gating are part of the first launch, whose sums over K are whole.
+Biases and gating are part of the first launch, whose sums over K are whole. Products by another
+implementation may be given: what is left is to add low-rank terms, biases and the gating.
 
 Decode: a program belongs to a pair. The first pair of a matrix (and each that comes `columns` pairs
 later among those of the matrix) leads and does the work of `columns` of them, so that the matrix is
@@ -86,6 +87,7 @@ class _Operands(NamedTuple):
     low_rank: tuple[tuple[LowRank, ...], ...]
     thin: jax.Array | None
     bias: jax.Array | None = None  # [P, 2F], of gate_up
+    products: jax.Array | None = None  # float32[1, P, N], without terms; None: to be computed
 
 
 class _Static(NamedTuple):
@@ -126,10 +128,15 @@ def _products(
 ) -> list[jax.Array]:
     """Products float32[rows, columns] of row tiles, each in its range, with low-rank terms."""
     weights, terms = operands.tiers[tier], operands.low_rank[tier]
-    accs = triton_product.product(
-        columns, weights, job.slot, tiles, span, num_columns=static.tiles.block_m,
-        step=_step(weights, static.tiles), interpret=static.interpret,
-    )  # fmt: skip
+    if operands.products is None:
+        accs = triton_product.product(
+            columns, weights, job.slot, tiles, span, num_columns=static.tiles.block_m,
+            step=_step(weights, static.tiles), interpret=static.interpret,
+        )  # fmt: skip
+    else:
+        exists = jnp.broadcast_to(job.mask[:, None], (static.tiles.block_m, static.tiles.block_n))
+        views: list[Ref] = [operands.products.at[0, job.pairs[:, None], n[None, :]] for n in tiles]
+        accs = [pltriton.load(view, mask=exists, other=0.0).T for view in views]
     if not terms:
         return accs
     mask = job.mask & span.tail
@@ -259,7 +266,9 @@ class _Call:
         tiles: TritonTiles,
         row_width: int,
         interpret: bool,
+        products: jax.Array | None,
     ) -> None:
+        self.products = products
         num_tokens, width = assignments.slot.shape
         self.blocks = rules.by_blocks(num_tokens, width)
         self.num_pairs, self.tiles, self.interpret = num_tokens * width, tiles, interpret
@@ -269,7 +278,8 @@ class _Call:
             source = _make_blocks(assignments, tiers, tiles.block_m)
             by_size: dict[int, jax.Array] = {}
             for i, weights in enumerate(tiers):
-                if size := triton_product.sum_size(weights, _step(weights, tiles)):
+                size = triton_product.sum_size(weights, _step(weights, tiles))
+                if size and products is None:
                     if size not in by_size:
                         by_size[size] = triton_product.sums_of(rows, size)
                     sums[i] = by_size[size]
@@ -291,6 +301,8 @@ class _Call:
         """Launches a body on a grid of tiles, jobs and parts."""
         tiles = tiles or self.tiles
         leaves, treedef = jax.tree.flatten(self.operands)
+        given = self.operands.products  # the last leaf
+        in_place = given is not None and given.shape == out_shape.shape
         forms = "_".join(weights.describe().replace(" ", "_") for weights in self.operands.tiers)
         kind = "blocks" if self.blocks else "pairs"
         return launch.triton_call(
@@ -301,21 +313,28 @@ class _Call:
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             interpret=self.interpret,
+            aliases={len(leaves) - 1: 0} if in_place else None,
         )(*leaves)
 
     def add_thin(self, name: str, target: Target) -> None:
-        """Launches the thin products of the low-rank terms, if there are any."""
-        if not any(self.operands.low_rank):
-            return
+        """Launches the thin products of the low-rank terms, if any; then takes given products."""
+        if any(self.operands.low_rank):
+            self.operands = self.operands._replace(thin=self._thin(name, target))
+        if self.products is not None:
+            products = self.products.reshape(1, self.num_pairs, -1)
+            self.operands = self.operands._replace(products=products)
+
+    def _thin(self, name: str, target: Target) -> jax.Array:
         given = [terms for terms in self.operands.low_rank if terms]
-        parts = min(triton_low_rank.thin_parts(terms, self.num_pairs) for terms in given)
+        parts = min(triton_low_rank.thin_parts(terms, self.programs) for terms in given)
         num_rows = max(map(triton_low_rank.thin_rows, given))
         shape = jax.ShapeDtypeStruct((parts, self.num_pairs, num_rows), jnp.float32)
         thin = self.run(
             _thin_body, f"{name}_thin", (num_rows // triton_low_rank.TILE, parts), shape,
             rules.thin_tiles(self.tiles, sum(given, ()), target),
         )  # fmt: skip
-        self.operands = self.operands._replace(thin=thin)
+        # Of many pairs many programs read them.
+        return jnp.sum(thin, axis=0, keepdims=True) if self.blocks else thin
 
 
 def _checked(tiles: Tiles, tiers: Tiers) -> TritonTiles:
@@ -335,11 +354,16 @@ def gate_up_triton(
     target: Target,
     bias: jax.Array | None = None,
     gating: Gating = SWIGLU,
+    products: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `api.gate_up` by Triton."""
+    """Computes `api.gate_up` by Triton.
+
+    Args:
+      products: float32[T, A, 2F], of x without terms and bias; None: to be computed.
+    """
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.gate_up_tiles(num_tokens, width, tiers, target), tiers)
-    call = _Call(x, assignments, tiers, low_rank, tiles, width, target.simulated)
+    call = _Call(x, assignments, tiers, low_rank, tiles, width, target.simulated, products)
     call.add_thin("gate_up", target)
     if bias is not None:
         call.operands = call.operands._replace(bias=bias.reshape(num_tokens * width, -1))
@@ -359,12 +383,19 @@ def down_triton(
     low_rank: LowRanks,
     tiles: Tiles | None,
     target: Target,
+    products: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes the products of `api.down` by Triton."""
+    """Computes the products of `api.down` by Triton.
+
+    Args:
+      products: float32[T, A, N], without terms, donated; None: to be computed.
+    """
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.down_tiles(num_tokens, width, tiers, target), tiers)
+    if products is not None:
+        tiles = dataclasses.replace(tiles, split_k=1)
     rows = hidden.reshape(num_tokens * width, -1)
-    call = _Call(rows, assignments, tiers, low_rank, tiles, 1, target.simulated)
+    call = _Call(rows, assignments, tiers, low_rank, tiles, 1, target.simulated, products)
     call.add_thin("down", target)
     num_outputs, parts = tiers[0].num_outputs, tiles.split_k
     products = call.run(

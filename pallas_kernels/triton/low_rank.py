@@ -36,9 +36,13 @@ def thin_rows(low_rank: Sequence[LowRank]) -> int:
     return sum(_padded(terms) for terms in low_rank)
 
 
-def thin_parts(low_rank: Sequence[LowRank], num_columns: int) -> int:
-    """Parts of K: few enough to add in every program, enough to fill the device."""
-    if num_columns > MAX_SPLIT_COLUMNS:
+def thin_parts(low_rank: Sequence[LowRank], num_jobs: int) -> int:
+    """Parts of K: few enough to add in every program, enough to fill the device.
+
+    Args:
+      num_jobs: columns of x, or blocks of them.
+    """
+    if num_jobs > MAX_SPLIT_COLUMNS:
         return 1
     blocks = min(terms.v.num_inputs for terms in low_rank) // layout.BLOCK
     return max(1, min(8, blocks // 2))

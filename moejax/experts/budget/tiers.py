@@ -164,8 +164,9 @@ class _TierPlan:
         if wide:  # of a sequence, however long it is; a chunk of a running batch copies one
             parts[STATES] = (run.batch + run.is_running) * (4 * wide + plain * run.itemsize)
         parts["activations and workspace"] = workspace_nbytes(
-            run, num_banks(self.limits), num_tiers=self.num_tiers, is_packed=self.is_packed
-        )
+            run, num_banks(self.limits), num_tiers=self.num_tiers, is_packed=self.is_packed,
+            has_terms=self.tier.low_rank_nbytes > 0,
+        )  # fmt: skip
         if run.num_devices > 1 and run.platform == "gpu":
             parts["mailboxes of sums"] = mailbox_nbytes(run.num_devices)
         if reserve := RESERVE_BYTES[run.platform]:

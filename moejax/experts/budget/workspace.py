@@ -20,8 +20,9 @@ LATENT_EXPANDED_BYTES = 2**30
 
 
 def workspace_nbytes(
-    run: RunSizes, num_turns: int = 1, *, num_tiers: int = 1, is_packed: bool = False
-) -> int:
+    run: RunSizes, num_turns: int = 1, *, num_tiers: int = 1, is_packed: bool = False,
+    has_terms: bool = False,
+) -> int:  # fmt: skip
     """Peak bytes of a prefill chunk or of a decode step, the larger of them.
 
     It bounds every call of at most so many sequences, positions and tokens a chunk, also where
@@ -44,8 +45,9 @@ def workspace_nbytes(
         are two, XLA gives some of what products take and give a place of its own for each.
       num_tiers: a layer has the products of all of them at once.
       is_packed: whether the experts are stored in codes; a CPU never unrolls the products of such.
+      has_terms: whether the experts have low-rank compensators.
     """
-    steps = _Steps(run, num_turns, num_tiers, is_packed)
+    steps = _Steps(run, num_turns, num_tiers, is_packed, has_terms)
     of_prompts = dataclasses.replace(run, batch=run.prefill_batch)
     prompts = steps._replace(run=of_prompts)
     # Six arrays like the logits: penalized, sorted with their places, summed.
@@ -60,6 +62,7 @@ class _Steps(NamedTuple):
     num_turns: int
     num_tiers: int
     is_packed: bool
+    has_terms: bool
 
     def nbytes(self, tokens: int) -> int:
         """Bytes that the layers of a step of so many tokens take at once."""
@@ -174,6 +177,8 @@ class _Steps(NamedTuple):
         # and those of the tiers up to it.
         products = pairs * c.model_dim * (2 * self.run.itemsize + 4 + 8 * (self.num_tiers - 1))
         sparse = routing + hidden + products + (self._matrices(tokens) if self.run.is_cpu else 0)
+        if self.has_terms and not self.run.is_cpu:  # gates and ups stay in float32 until then
+            sparse += pairs * 2 * c.expert_dim * (4 - self.run.itemsize)
         if c.expert_bias:  # gathered for each pair, and products to which they are added
             gathered = 2 * c.expert_dim + c.model_dim
             sparse += pairs * (gathered * self.run.itemsize + 4 * c.model_dim)
