@@ -101,9 +101,13 @@ def dense(
 
 def layer(
     forms: tuple[Form, ...], tokens: int, *, width: int, model_dim: int, expert_dim: int,
-    slots: int = 16, rank: int = 0, gating: Gating = SWIGLU,
+    slots: int = 16, rank: int = 0, gating: Gating = SWIGLU, are_given: bool = False,
 ) -> Program:  # fmt: skip
-    """A MoE layer with a tier of each form; with another gating than SwiGLU there are biases."""
+    """A MoE layer with a tier of each form; with another gating than SwiGLU there are biases.
+
+    Args:
+      are_given: whether products without terms are operands.
+    """
     gate_up = [shapes_of_matrices(form, slots, 2 * expert_dim, model_dim) for form in forms]
     down = [shapes_of_matrices(form, slots, model_dim, expert_dim) for form in forms]
     terms = [
@@ -112,17 +116,22 @@ def layer(
     ]
 
     def function(
-        x: Any, pairs: Any, gate_up: Any, down: Any, terms: Any, bias: Any, target: Target
-    ) -> Any:
+        x: Any, pairs: Any, gate_up: Any, down: Any, terms: Any, bias: Any, given: Any,
+        target: Target,
+    ) -> Any:  # fmt: skip
         hidden = grouped_triton.gate_up_triton(
-            x, pairs, gate_up, terms[0], None, target, bias, gating
+            x, pairs, gate_up, terms[0], None, target, bias, gating, given[0]
         )
-        return grouped_triton.down_triton(hidden, pairs, down, terms[1], None, target)
+        return grouped_triton.down_triton(hidden, pairs, down, terms[1], None, target, given[1])
 
     index, weight = (leaf(tokens, width, dtype=dtype) for dtype in ("int32", "float32"))
     pairs = Assignments(index, index, weight)
     bias = leaf(tokens, width, 2 * expert_dim, dtype="bfloat16") if gating != SWIGLU else None
-    operands = (leaf(tokens, model_dim, dtype="bfloat16"), pairs, gate_up, down, terms, bias)
+    given = [
+        leaf(tokens, width, size, dtype="float32") if are_given else None
+        for size in (2 * expert_dim, model_dim)
+    ]
+    operands = (leaf(tokens, model_dim, dtype="bfloat16"), pairs, gate_up, down, terms, bias, given)
     return Program(function, operands, (*gate_up, *down), 5 if rank else 3)
 
 
@@ -308,6 +317,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "layer_decode_three_tiers": lambda: layer((Form(4), Form(2), PLAIN), 4, **QWEN),
     "layer_prefill": lambda: layer((Form(4), Form(2)), 2048, **QWEN),
     "layer_prefill_int3_rank_16": lambda: layer((Form(3),), 1024, rank=16, **MIXTRAL),
+    "layer_prefill_given_rank_16": lambda: layer(
+        (Form(3),), 1024, rank=16, are_given=True, **MIXTRAL
+    ),
     "attention_qwen": lambda: attention(1, 4),
     "attention_mixtral_32": lambda: attention(32, 8, kv_length=4096),
     "attention_mixtral_window": lambda: attention(4, 8, window=1000),

@@ -110,17 +110,18 @@ def add_terms(
             r = tile * TILE + steps
             used = r < rank
             pool_rows = start + jnp.where(used, r, 0)
-            u = element_values(terms.u, 0, pool_rows[None, :], local[:, None])
-            u = jnp.where(inside[:, None] & used[None, :], u, 0.0)
-            mask = used[:, None] & columns_mask[None, :]
-            total = jnp.zeros((TILE, columns.shape[0]), jnp.float32)
+            # Both as they lie in memory: neighbouring threads then read neighbouring words.
+            u = element_values(terms.u, 0, pool_rows[:, None], local[None, :])
+            u = jnp.where(used[:, None] & inside[None, :], u, 0.0)
+            mask = columns_mask[:, None] & used[None, :]
+            total = jnp.zeros((columns.shape[0], TILE), jnp.float32)
             for part in range(parts):
-                view = thin.at[part, columns[None, :], (first + r)[:, None]]
+                view = thin.at[part, columns[:, None], (first + r)[None, :]]
                 total = total + pltriton.load(view, mask=mask, other=0.0)
             # Three products of bfloat16 parts: what they drop is 2^-16 of the term.
             three = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
             precision = jax.lax.Precision.HIGHEST if interpret else three
-            return acc + pltriton.dot(u, total, precision=precision)
+            return acc + pltriton.dot(u.T, total.T, precision=precision)
 
         first_tile, num_tiles = tiles or (0, _padded(terms) // TILE)
         # Not a loop: Triton would keep several of its turns in shared memory.
