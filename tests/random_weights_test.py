@@ -90,6 +90,16 @@ class WeightsTest(HostTestCase):
         nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in terms)
         self.assertEqual(nbytes, expert_terms_nbytes(CONFIG, self.RANKS))
 
+    def test_compensators_have_no_output_in_common(self):
+        """One that all inputs share would send all tokens to the same experts."""
+        leaf = random_weights(CONFIG, self.RANKS, jax.devices("cpu")[0])["attention.o_proj"]
+        (terms,) = leaf.terms
+        u, v = (
+            np.asarray(of.dequantize(jnp.float32))[: terms.max_rank] for of in (terms.u, terms.v)
+        )
+        of_ones = np.linalg.norm(u.T @ v @ np.full(v.shape[1], v.shape[1] ** -0.5))
+        self.assertBetween(of_ones, 0, 3 * (terms.max_rank / u.shape[1]) ** 0.5)
+
     def test_compensators_of_experts_that_are_published_together(self):
         found = expert_terms_nbytes(SHAPES["gpt-oss-20b"], Packing(bits=3, expert_rank=16))
         codes = 24 * 32 * 16 * 3 * (2880 + 2880) * 3 / 8  # in INT3, beside scales

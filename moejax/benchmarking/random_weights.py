@@ -121,6 +121,10 @@ class _Drawing:
         inputs, middle = shape[-1], (2**kind.bits - 1) / 2
         scale = (12 / ((4**kind.bits - 1) * inputs)) ** 0.5
         ranges = {"scales": (0.8 * scale, 1.2 * scale), "zeros": (middle - 0.25, middle + 0.25)}
+        if kind.zero_kind == "symmetric":
+            # Codes lie half a step below zero in the mean. With one sign a large rank's terms add
+            # up to the same output for every input, and all tokens choose the same experts.
+            ranges = {"scales": (-(3**0.5) * scale, 3**0.5 * scale)}
         if kind.is_mxfp4:
             exponent = 127 - 0.5 * math.log2(inputs * float(np.mean(mxfp4.VALUES**2)))
             ranges = {"scales": (exponent - 1, exponent + 1)}
