@@ -3,24 +3,19 @@
 import dataclasses
 from collections.abc import Sequence
 
+from pallas_kernels.dequant_matmul.tiles import TritonTiles as TritonTiles
 from pallas_kernels.dequant_matmul.tiles import (
-    LEAST_SHARED_BYTES,
-    SHARED_BYTES,
     decode_step,
     fitted,
     is_measured_form,
     prefill_tiles,
     split_to_fill,
-    stage_bytes,
 )
-from pallas_kernels.dequant_matmul.tiles import TritonTiles as TritonTiles
-from pallas_kernels.layout import BLOCK
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
-from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.target import Target
 from pallas_kernels.triton.elements import power_above
-from pallas_kernels.triton.low_rank import TILE
 
 MAX_DECODE_PAIRS = 256  # up to which programs find the pairs of their matrix by themselves
 MAX_BLOCK_ROWS = 128
@@ -108,18 +103,6 @@ def down_tiles(
         split_k=split_to_fill(programs, tiers[0].num_inputs, target), num_warps=2, num_stages=3,
     )  # fmt: skip
     return fitted(tiles, tiers, 1, target)
-
-
-def thin_tiles(tiles: TritonTiles, low_rank: Sequence[LowRank], target: Target) -> TritonTiles:
-    """Limits stages of the thin products, whose steps are whole blocks of K, to shared memory.
-
-    Triton holds one stage fewer than it is told, and nothing else: 68,608 bytes for two and 137,216
-    for three of 128 rows of x and V in INT3 (as compiled for each of six GPUs, jax 0.12).
-    """
-    whole = dataclasses.replace(tiles, block_n=TILE, step=BLOCK)
-    stage = max(stage_bytes(whole, terms.v, 1) for terms in low_rank)
-    shared = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES)
-    return dataclasses.replace(tiles, num_stages=min(tiles.num_stages, 1 + shared // stage))
 
 
 def _decode_columns(num_tokens: int) -> int:
