@@ -46,6 +46,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "peers llama": lambda: budgets.in_line(peers.all_rows(), llama_cpp.NAME),
     "peers bars": lambda: budgets.bars(peers.all_rows()),
     "peers new models": lambda: budgets.by_budget(peers.all_rows(), ours.NEW_MODELS),
+    "what to run short": lambda: _picture(QWEN3).beside(_picture(MIXTRAL), "INT4", "INT3"),
     "what to run": lambda: _picture(QWEN3).text(),
     "what to run Mixtral": lambda: _picture(MIXTRAL).text(),
     "peers whole": lambda: peers.whole(peers.all_rows()),

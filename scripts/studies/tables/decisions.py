@@ -305,6 +305,23 @@ class Picture:
         source = caption(self._label, self._of_tasks, self._shape, self._points)
         return f"{source}\n\n{page(self._timed, self._points, self._missing)}"
 
+    def beside(self, other: "Picture", *methods: str) -> str:
+        """A table of some methods' speeds under each budget, of this shape and another."""
+        of = [(one, name) for one in (self, other) for name in methods]
+        rows = []
+        for gib in BUDGETS:
+            rows.append([f"{gib:g} GiB"])
+            for one, name in of:
+                timed = one._timed.get((name, gib))
+                fits = " (all fits)" * (timed is not None and timed.share == 1)
+                cell = (
+                    f"{timed.tokens_per_s:.0f}, {timed.first_token_ms:.0f} ms"
+                    if timed
+                    else NOT_TIMED
+                )
+                rows[-1].append(cell + fits)
+        return markdown_table(["memory", *(f"{one._shape}, {name}" for one, name in of)], rows)
+
     def save(self, folder: Path) -> Path:
         """Draws the picture to a file named by the shape."""
         labels = self._label, self._of_tasks
