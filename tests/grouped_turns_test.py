@@ -1,7 +1,4 @@
-"""A layer in several calls, each of its own matrices, is what one call for all of them is.
-
-The kernel of many rows is carried out by numpy.
-"""
+"""A layer in several calls, each of its own matrices, is what one call for all of them is."""
 
 from typing import Any
 from unittest import mock
@@ -14,12 +11,12 @@ from absl.testing import parameterized
 
 from pallas_kernels import grouped_dequant_matmul as package
 from pallas_kernels.gating import SWIGLU
-from pallas_kernels.grouped_dequant_matmul import Turn, api, mosaic
+from pallas_kernels.grouped_dequant_matmul import Turn, mosaic
 from pallas_kernels.mosaic_prefill import grouped
 from pallas_kernels.packed import dequantize
-from pallas_kernels.target import SIMULATED, Target
+from pallas_kernels.target import Target
 from tests.grouped_dequant_matmul_cases import CASES
-from tests.grouped_dequant_matmul_contract import Operands, layer_violation, random_operands
+from tests.grouped_dequant_matmul_contract import Operands, random_operands
 from tests.packed_operands import seed
 
 H100 = Target("gpu", (9, 0), 132)
@@ -113,31 +110,3 @@ class TurnsTest(parameterized.TestCase):
         reference = package.moe_products(*given(operands), implementation="reference")
         ran = (operands.tier >= 0) & (operands.tier < len(operands.gate_up))
         np.testing.assert_allclose(found[:, ran], reference[:, ran], rtol=0.05, atol=0.05)
-
-    @pytest.mark.slow
-    def test_terms_are_added_to_what_the_kernel_of_many_rows_gives(self):
-        operands = random_operands(CASES["prefill_tiers_and_terms"], seed(self.id()))
-        terms = jax.tree.map(jnp.asarray, (operands.gate_up_low_rank, operands.down_low_rank))
-        blocks = []
-
-        def call(x, pairs, ups, downs, turn=None):
-            up, down = (of[turn.number : turn.number + 1] if turn else of for of in terms)
-            of = api._Layer(x, pairs, (ups, up), (downs, down), None, turn)
-            return api._by("mosaic")(of, gating=SWIGLU, target=SIMULATED)
-
-        def recorded(own: Any, *args: Any) -> jax.Array:
-            blocks.append(own.num_thread_blocks)
-            return emulated(own, *args)
-
-        with mock.patch.object(grouped._Call, "_launch", recorded):
-            whole = call(*given(operands))
-            self.assertEqual({*blocks}, {SIMULATED.num_processors})
-            blocks.clear()
-            found = in_turns(operands, call)
-        self.assertEqual({*blocks}, {SIMULATED.num_processors - 16})
-        self.check(operands, found, whole)
-        ran = (operands.tier >= 0) & (operands.tier < len(operands.down))
-        y = package.combine(whole, jnp.asarray(ran), operands.weight, operands.x.dtype)
-        self.assertIsNone(layer_violation(y, operands))
-        without = operands._replace(gate_up_low_rank=[()] * 3)
-        self.assertIsNotNone(layer_violation(y, without))

@@ -30,3 +30,13 @@ class PeakTest(parameterized.TestCase):
         bound = workspace_nbytes(run, num_tiers=2) / 2**30
         spare = planned - workspace + bound + replayed - peak
         self.assertBetween(spare, 0, 0.125)  # of which the allocator's reserve is most
+
+    def test_gates_and_ups_stay_in_float32_until_terms_are_added(self):
+        config, chunk = SHAPES["Mixtral-8x7B"], 1024
+        run = RunSizes(
+            config=config, weights_nbytes={}, batch=1, context=CONTEXT, platform="gpu", chunk=chunk,
+            stores_scores=False,
+        )  # fmt: skip
+        without, found = (workspace_nbytes(run, has_terms=of) for of in (False, True))
+        pairs = chunk * config.experts_per_token
+        self.assertEqual(found - without, pairs * 2 * config.expert_dim * 2)

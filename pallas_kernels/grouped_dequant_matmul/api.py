@@ -54,10 +54,7 @@ def _by(name: str) -> Callable[..., jax.Array]:
             return mosaic.layer_mosaic(
                 of.x, of.assignments, each, tiles, target, of.bias, gating, turn
             )
-        own = of.assignments
-        if turn:
-            own, spared = turn.pairs(own), turn.spared
-            target = target and target._replace(num_processors=target.num_processors - spared)
+        own = turn.pairs(of.assignments) if turn else of.assignments
         hidden = GATE_UP[name](of.x, own, *of.gate_up, tiles, target, of.bias, gating)
         found = DOWN[name](hidden, own, *of.down, tiles, target)
         return turn.joined(found, of.assignments.tier) if turn else found

@@ -58,7 +58,7 @@ def refusal(
         found = mosaic_prefill.refusals(x, [*gate_up_tiers, *down_tiers], target)
         if target.simulated:
             found.append("its kernel for many rows has no interpret mode")
-        found += filter(None, map(triton_low_rank.refusal, low_rank))
+        found += dict.fromkeys(filter(None, map(triton_low_rank.refusal, low_rank)))
         if not is_plain:
             found.append("its kernel for many rows has silu(gate) * up alone, without a bias")
     return "; ".join(found) or None
@@ -67,10 +67,10 @@ def refusal(
 def has_many_rows(
     assignments: Assignments, of_each: Sequence[Products], tiles: Tiles | None, target: Target
 ) -> bool:
-    """Whether the kernel for many rows runs both products, and nothing is added to them."""
+    """Whether the kernel for many rows runs both products."""
     tokens, width = assignments.slot.shape
     return not any(
-        any(of[1]) or _streams(tokens, width, _tiles(what, (tokens, width), *of, tiles, target))
+        _streams(tokens, width, _tiles(what, (tokens, width), *of, tiles, target))
         for what, of in zip(("gate_up", "down"), of_each, strict=True)
     )
 
@@ -96,6 +96,8 @@ def layer_mosaic(
     turn: Turn | None,
 ) -> jax.Array:
     """Computes `api.moe_products` by the kernel for many rows."""
+    if any(any(low_rank) for _, low_rank in of_each):
+        return _layer_with_terms(x, assignments, of_each, tiles, target, bias, gating, turn)
     chosen, (tokens, width) = [], assignments.slot.shape
     for what, (tiers, low_rank) in zip(("gate_up", "down"), of_each, strict=True):
         _fits_many_rows(bias, gating)
@@ -103,6 +105,25 @@ def layer_mosaic(
         chosen.append(_many_row_tiles(found))
     (ups, _), (downs, _) = of_each
     return mosaic_prefill.layer(x, assignments, ups, downs, chosen, target, turn)[None]
+
+
+def _layer_with_terms(
+    x: jax.Array, assignments: Assignments, of_each: Sequence[Products], tiles: Tiles | None,
+    target: Target, bias: jax.Array | None, gating: Gating, turn: Turn | None,
+) -> jax.Array:  # fmt: skip
+    """Computes both products one after the other; those of earlier turns stay where they are."""
+    (ups, up_terms), (downs, down_terms) = of_each
+    (tokens, width), before = assignments.slot.shape, None
+    if turn:
+        assignments, before = turn.pairs(assignments), turn.before
+        target = target._replace(num_processors=target.num_processors - turn.spared)
+    hidden = gate_up_mosaic(x, assignments, ups, up_terms, tiles, target, bias, gating)
+    chosen = _tiles("down", (tokens, width), downs, down_terms, tiles, target)
+    given = hidden, assignments, downs
+    found = mosaic_prefill.products(*given, _many_row_tiles(chosen), target, before=before)
+    if any(down_terms):
+        return triton.down_triton(*given, down_terms, None, target, found)
+    return found[None]
 
 
 def _fits_many_rows(bias: jax.Array | None, gating: Gating) -> None:
@@ -151,20 +172,17 @@ def _product(
     tokens, width = assignments.slot.shape
     tiles = _tiles(what, (tokens, width), tiers, low_rank, tiles, target)
     if not _streams(tokens, width, tiles):
-        given = assignments, tiers
-        if any(low_rank):
-            found = mosaic_prefill.products(rows, *given, _many_row_tiles(tiles), target)
-            if gating is None:
-                return triton.down_triton(rows, *given, low_rank, None, target, found)
-            return triton.gate_up_triton(
-                rows, *given, low_rank, None, target, bias, gating, products=found
-            )
         _fits_many_rows(bias, gating or SWIGLU)
-        call = mosaic_prefill.gate_up if gating else mosaic_prefill.products
-        return call(rows, *given, _many_row_tiles(tiles), target)
+        given, chosen = (rows, assignments, tiers), _many_row_tiles(tiles)
+        if not any(low_rank):
+            call = mosaic_prefill.gate_up if gating else mosaic_prefill.products
+            return call(*given, chosen, target)
+        found = mosaic_prefill.products(*given, chosen, target)
+        add = triton.gate_up_triton if gating else triton.down_triton
+        return add(*given, low_rank, None, target, products=found)
     pairs = tokens * width
     rows = rows.reshape(-1, rows.shape[-1])
-    chosen = tiles or mosaic_decode.tiles_of_experts(
+    streaming = tiles or mosaic_decode.tiles_of_experts(
         rows[:tokens], list(tiers), pairs, gating is not None, target, low_rank
     )
     streamed: jax.Array = mosaic_decode.expert_products(
@@ -173,7 +191,7 @@ def _product(
         assignments.slot.reshape(pairs),
         tuple(tiers),
         gating=gating,
-        tiles=chosen,
+        tiles=streaming,
         interpret=target.simulated,
         low_rank=tuple(low_rank),
         bias=None if bias is None else _as_read(bias.reshape(pairs, -1), rows.dtype),

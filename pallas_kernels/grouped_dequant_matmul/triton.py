@@ -332,7 +332,9 @@ class _Call:
 
     def _thin(self, name: str, target: Target) -> jax.Array:
         given = [terms for terms in self.operands.low_rank if terms]
-        parts = min(triton_low_rank.thin_parts(terms, self.programs) for terms in given)
+        # Not by the number of programs: it depends on the slots, and bits must not.
+        jobs = self.num_pairs // (rules.MAX_BLOCK_ROWS if self.blocks else 1)
+        parts = min(triton_low_rank.thin_parts(terms, jobs) for terms in given)
         num_rows = max(map(triton_low_rank.thin_rows, given))
         shape = jax.ShapeDtypeStruct((parts, self.num_pairs, num_rows), jnp.float32)
         thin = self.run(

@@ -81,12 +81,13 @@ def products(
     tiles: WgmmaTiles | None,
     target: Target,
     dtype: Any = jnp.float32,
+    before: jax.Array | None = None,  # [.., T, A, N], donated: of pairs that are skipped
 ) -> jax.Array:
     """Multiplies each pair's row by its matrix [N, K]: [T, A, N], undefined if skipped."""
     call = _Call(assignments, tiers, tiles, target, paired=False)
     order, width = call.runs.order, assignments.slot.shape[1]
     flat = rows.reshape(-1, rows.shape[-1])
-    found = call.run(flat[order if rows.ndim == 3 else order // width], dtype)
+    found = call.run(flat[order if rows.ndim == 3 else order // width], dtype, before=before)
     return found.reshape(*assignments.slot.shape, -1)
 
 
