@@ -119,11 +119,23 @@ def _layer_with_terms(
         target = target._replace(num_processors=target.num_processors - turn.spared)
     hidden = gate_up_mosaic(x, assignments, ups, up_terms, tiles, target, bias, gating)
     chosen = _tiles("down", (tokens, width), downs, down_terms, tiles, target)
-    given = hidden, assignments, downs
-    found = mosaic_prefill.products(*given, _many_row_tiles(chosen), target, before=before)
-    if any(down_terms):
-        return triton.down_triton(*given, down_terms, None, target, found)
-    return found[None]
+    found = _of_many_rows(hidden, assignments, downs, down_terms, chosen, target, None, before)
+    return found.reshape(1, tokens, width, -1)
+
+
+def _of_many_rows(
+    rows: jax.Array, assignments: Assignments, tiers: Tiers, low_rank: LowRanks,
+    tiles: Tiles | None, target: Target, gating: Gating | None, before: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Computes one product by the kernel for many rows; of the second one `before` may be given."""
+    given, chosen = (rows, assignments, tiers), _many_row_tiles(tiles)
+    if gating and not any(low_rank):
+        return mosaic_prefill.gate_up(*given, chosen, target)
+    found = mosaic_prefill.products(*given, chosen, target, before=before)
+    if not any(low_rank):
+        return found
+    add = triton.gate_up_triton if gating else triton.down_triton
+    return add(*given, low_rank, None, target, products=found)
 
 
 def _fits_many_rows(bias: jax.Array | None, gating: Gating) -> None:
@@ -173,30 +185,24 @@ def _product(
     tiles = _tiles(what, (tokens, width), tiers, low_rank, tiles, target)
     if not _streams(tokens, width, tiles):
         _fits_many_rows(bias, gating or SWIGLU)
-        given, chosen = (rows, assignments, tiers), _many_row_tiles(tiles)
-        if not any(low_rank):
-            call = mosaic_prefill.gate_up if gating else mosaic_prefill.products
-            return call(*given, chosen, target)
-        found = mosaic_prefill.products(*given, chosen, target)
-        add = triton.gate_up_triton if gating else triton.down_triton
-        return add(*given, low_rank, None, target, products=found)
+        return _of_many_rows(rows, assignments, tiers, low_rank, tiles, target, gating)
     pairs = tokens * width
     rows = rows.reshape(-1, rows.shape[-1])
-    streaming = tiles or mosaic_decode.tiles_of_experts(
+    chosen = tiles or mosaic_decode.tiles_of_experts(
         rows[:tokens], list(tiers), pairs, gating is not None, target, low_rank
     )
-    streamed: jax.Array = mosaic_decode.expert_products(
+    found: jax.Array = mosaic_decode.expert_products(
         rows,
         assignments.tier.reshape(pairs),
         assignments.slot.reshape(pairs),
         tuple(tiers),
         gating=gating,
-        tiles=streaming,
+        tiles=chosen,
         interpret=target.simulated,
         low_rank=tuple(low_rank),
         bias=None if bias is None else _as_read(bias.reshape(pairs, -1), rows.dtype),
     )
-    return streamed
+    return found
 
 
 def _many_row_tiles(tiles: Tiles | None) -> WgmmaTiles | None:
