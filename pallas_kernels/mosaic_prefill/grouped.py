@@ -80,14 +80,13 @@ def products(
     tiers: Tiers,  # for each tier S matrices [N, K]
     tiles: WgmmaTiles | None,
     target: Target,
-    dtype: Any = jnp.float32,
-    before: jax.Array | None = None,  # [.., T, A, N], donated: of pairs that are skipped
+    before: jax.Array | None = None,  # float32[1, T, A, N], donated: of pairs that are skipped
 ) -> jax.Array:
     """Multiplies each pair's row by its matrix [N, K]: [T, A, N], undefined if skipped."""
     call = _Call(assignments, tiers, tiles, target, paired=False)
     order, width = call.runs.order, assignments.slot.shape[1]
     flat = rows.reshape(-1, rows.shape[-1])
-    found = call.run(flat[order if rows.ndim == 3 else order // width], dtype, before=before)
+    found = call.run(flat[order if rows.ndim == 3 else order // width], jnp.float32, before=before)
     return found.reshape(*assignments.slot.shape, -1)
 
 
@@ -151,7 +150,7 @@ class _Call:
         form = form_of(weights, KINDS[rows.dtype.name], self.paired) if packed else None
         rooms = scratch(form, tiles, rows.dtype, self.paired)
         if out.dtype.name in KINDS:
-            shape = (tiles.warpgroups, 2, tiles.chunk, ROWS // 2 if self.paired else ROWS)
+            shape = (tiles.warpgroups, 2, tiles.chunk, ROWS // 2)
             rooms["out_room"] = plgpu.SMEM(shape, out.dtype)
         arrays = weights.arrays
         operands = [*runs, rows, *arrays]
@@ -206,7 +205,7 @@ def _body(
         )  # fmt: skip
 
     def store(item: _Item, sums: jax.Array) -> None:
-        emit = _stored(tiles, paired, out)
+        emit = _stored(tiles, out)
         places, refs = [item.row, item.token, item.end], [order, out]
         if "out_room" in rooms:
             room = rooms["out_room"].at[lax.axis_index("warpgroup")]
@@ -216,7 +215,7 @@ def _body(
     work(parts, lax.div(num_items + (stride - 1), jnp.int32(stride)), item_of, store)
 
 
-def _stored(tiles: WgmmaTiles, paired: bool, out: Any) -> Any:
+def _stored(tiles: WgmmaTiles, out: Any) -> Any:
     """Store instructions of a tile."""
     kind, num_columns = KINDS.get(out.dtype.name), out.shape[1]
 
@@ -224,10 +223,8 @@ def _stored(tiles: WgmmaTiles, paired: bool, out: Any) -> Any:
         place = _Destination(row, first, end)
         if kind is None:
             _scatter_sums(e, sums, place, num_columns, refs)
-        elif paired:
-            _scatter_hidden(e, kind, sums, place, tiles.chunk, num_columns, refs)
         else:
-            _scatter_rounded(e, kind, sums, place, tiles.chunk, num_columns, refs)
+            _scatter_hidden(e, kind, sums, place, tiles.chunk, num_columns, refs)
 
     return emit
 
@@ -275,35 +272,23 @@ def _scatter_hidden(
         for i in range(0, chunk // 8, 4):
             e.store_matrices(e.add(at, i * 8 * 64), words[first // 8 + i : first // 8 + i + 4])
 
-    _scatter_chunks(e, write, 32, 8 * len(sums), place, chunk, num_columns, refs)
-
-
-def _scatter_rounded(
-    e: Emitter, kind: str, sums: Columns, place: _Destination, chunk: int, num_columns: int,
-    refs: Sequence[Value],
-) -> None:  # fmt: skip
-    """Scatters a warpgroup's sums, 64 columns of `out`, rounded; rooms are [chunk, 64]."""
-
-    def write(room: Value, first: int) -> None:
-        lanes.write_rounded(e, kind, sums[first // 8 : (first + chunk) // 8], room)
-
-    _scatter_chunks(e, write, ROWS, 8 * len(sums), place, chunk, num_columns, refs)
+    _scatter_chunks(e, write, 8 * len(sums), place, chunk, num_columns, refs)
 
 
 def _scatter_chunks(
-    e: Emitter, write: Callable[[Value, int], None], width: int, num_tokens: int,
-    place: _Destination, chunk: int, num_columns: int, refs: Sequence[Value],
+    e: Emitter, write: Callable[[Value, int], None], num_tokens: int, place: _Destination,
+    chunk: int, num_columns: int, refs: Sequence[Value],
 ) -> None:  # fmt: skip
     """Scatters tokens through shared memory, storing 16 bytes of a row per lane."""
     *rooms, order, out = refs
     thread = e.special("tid.x")
     warpgroup, index = e.shr(thread, 7), e.band(thread, 127)
+    width, pieces = ROWS // 2, 4  # of a token: columns, and pieces of 16 bytes
     column = e.add(place.row, e.mul(warpgroup, width))
     inside = e.compare(column, "lt", num_columns)
-    pieces = width // 8  # of 16 bytes, of a token
-    piece, token = e.band(index, pieces - 1), e.shr(index, {4: 2, 8: 3}[pieces])
+    piece, token = e.band(index, pieces - 1), e.shr(index, 2)
     step = 128 // pieces  # tokens that the lanes take at a time
-    turn = e.band(e.shr(token, 1), 3) if pieces == 4 else e.band(token, 7)
+    turn = e.band(e.shr(token, 1), 3)
     within = e.add(e.mul(token, 2 * width), e.mul(e.bxor(piece, turn), 16))
     last = e.add(place.end, -1)
     to = e.offset(e.address(out), e.add(column, e.mul(piece, 8)), 2)
