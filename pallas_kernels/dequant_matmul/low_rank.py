@@ -126,7 +126,7 @@ def _u_body(*refs: Ref, treedef: Any, block_m: int, interpret: bool) -> None:
     outputs = triton_product.indices(n, U_OUTPUTS)
     acc = triton_low_rank.add_terms(
         jnp.zeros((U_OUTPUTS, block_m), jnp.float32), low_rank, slot_ref[()], outputs, thin_ref,
-        rows_m, rows_m < num_rows, within=(0, num_outputs), interpret=interpret,
+        rows_m, rows_m < num_rows, within=(n * U_OUTPUTS, (n + 1) * U_OUTPUTS), interpret=interpret,
         tiles=(part * U_TILES, U_TILES),
     )  # fmt: skip
     mask = (rows_m < num_rows)[:, None] & (outputs < num_outputs)[None, :]

@@ -60,7 +60,7 @@ def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None
     if low_rank:
         acc = triton_low_rank.add_terms(
             acc, low_rank, slot, rows_n, thin_ref, rows_m, mask_m & is_last,
-            within=(0, weights.num_outputs), interpret=interpret,
+            within=(n * tiles.block_n, (n + 1) * tiles.block_n), interpret=interpret,
         )  # fmt: skip
     outputs = triton_product.indices(n, tiles.block_n)
     mask = mask_m[:, None] & (outputs < weights.num_outputs)[None, :]

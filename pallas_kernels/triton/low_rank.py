@@ -90,15 +90,17 @@ def add_terms(
     columns: jax.Array,  # int32[columns], rows of `thin`
     columns_mask: jax.Array,  # bool[columns]
     *,
-    # outputs first .. last of all such tiles; terms of others are passed over.
-    within: tuple[int, int],
+    # first .. last of the tile's outputs, or of all such tiles; terms of others are passed over.
+    within: tuple[Int, Int],
     interpret: bool,
     # first and number of the tiles of each term's rank that are added; None: all
     tiles: tuple[Int, int] | None = None,
 ) -> jax.Array:
     """Adds U (V x) to `acc`: the epilogue of a tile."""
 
-    def with_term(acc: jax.Array, terms: LowRank, first: int) -> jax.Array:
+    def with_term(
+        acc: jax.Array, terms: LowRank, first: int, is_met: bool | jax.Array
+    ) -> jax.Array:
         local = rows - terms.first_row
         inside = (local >= 0) & (local < terms.num_rows)
         local = jnp.clip(local, 0, terms.num_rows - 1)
@@ -127,13 +129,15 @@ def add_terms(
         # Not a loop: Triton would keep several of its turns in shared memory.
         for i in range(num_tiles):
             run = functools.partial(add, tile=first_tile + i)
-            acc = jax.lax.cond((first_tile + i) * TILE < rank, run, lambda acc: acc, acc)
+            is_used = is_met & ((first_tile + i) * TILE < rank)
+            acc = jax.lax.cond(is_used, run, lambda acc: acc, acc)
         return acc
 
     first = 0
     for terms in low_rank:
-        if within[0] < terms.first_row + terms.num_rows and terms.first_row < within[1]:
-            acc = with_term(acc, terms, first)
+        is_met = (within[0] < terms.first_row + terms.num_rows) & (terms.first_row < within[1])
+        if is_met is not False:
+            acc = with_term(acc, terms, first, is_met)
         first += _padded(terms)
     return acc
 
