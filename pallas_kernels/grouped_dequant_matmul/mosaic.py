@@ -112,30 +112,31 @@ def _layer_with_terms(
     target: Target, bias: jax.Array | None, gating: Gating, turn: Turn | None,
 ) -> jax.Array:  # fmt: skip
     """Computes both products one after the other; those of earlier turns stay where they are."""
-    (ups, up_terms), (downs, down_terms) = of_each
-    (tokens, width), before = assignments.slot.shape, None
-    if turn:
-        assignments, before = turn.pairs(assignments), turn.before
-        target = target._replace(num_processors=target.num_processors - turn.spared)
-    hidden = gate_up_mosaic(x, assignments, ups, up_terms, tiles, target, bias, gating)
-    chosen = _tiles("down", (tokens, width), downs, down_terms, tiles, target)
-    found = _of_many_rows(hidden, assignments, downs, down_terms, chosen, target, None, before)
-    return found.reshape(1, tokens, width, -1)
+    _fits_many_rows(bias, gating)
+    (tokens, width), rows = assignments.slot.shape, x
+    for what, of, gated in zip(("gate_up", "down"), of_each, (gating, None), strict=True):
+        chosen = _tiles(what, (tokens, width), *of, tiles, target)
+        rows = _of_many_rows(rows, assignments, *of, chosen, target, gated, turn)
+        rows = rows.reshape(tokens, width, -1)
+    return rows[None]
 
 
 def _of_many_rows(
     rows: jax.Array, assignments: Assignments, tiers: Tiers, low_rank: LowRanks,
-    tiles: Tiles | None, target: Target, gating: Gating | None, before: jax.Array | None = None,
+    tiles: Tiles | None, target: Target, gating: Gating | None, turn: Turn | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Computes one product by the kernel for many rows; of the second one `before` may be given."""
-    given, chosen = (rows, assignments, tiers), _many_row_tiles(tiles)
+    """Computes one product by the kernel for many rows."""
+    chosen = _many_row_tiles(tiles)
+    given = rows, assignments, tiers, chosen, target
     if gating and not any(low_rank):
-        return mosaic_prefill.gate_up(*given, chosen, target)
-    found = mosaic_prefill.products(*given, chosen, target, before=before)
+        return mosaic_prefill.gate_up(*given, turn)
+    before = turn.before if turn and not gating else None
+    found = mosaic_prefill.products(*given, before=before, turn=turn)
     if not any(low_rank):
         return found
+    pairs = turn.pairs(assignments) if turn else assignments
     add = triton.gate_up_triton if gating else triton.down_triton
-    return add(*given, low_rank, None, target, products=found)
+    return add(rows, pairs, tiers, low_rank, None, target, products=found)
 
 
 def _fits_many_rows(bias: jax.Array | None, gating: Gating) -> None:

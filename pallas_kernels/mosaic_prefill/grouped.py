@@ -48,11 +48,13 @@ def gate_up(
     tiers: Tiers,  # for each tier S matrices [2F, D], gate rows first
     tiles: WgmmaTiles | None,
     target: Target,
+    turn: Turn | None = None,  # as in `layer`
 ) -> jax.Array:
     """Computes silu(gate x_t) * up x_t for each pair, [T, A, F]; see `grouped_dequant_matmul`."""
-    call = _Call(assignments, tiers, tiles, target, paired=True)
+    call = _Call(assignments, tiers, tiles, target, paired=True, turn=turn)
     hidden = call.run(call.rows_of(x), x.dtype)
-    return _zero_where_skipped(hidden, assignments, tiers)
+    pairs = turn.pairs(assignments) if turn else assignments
+    return _zero_where_skipped(hidden, pairs, tiers)
 
 
 def layer(
@@ -81,9 +83,10 @@ def products(
     tiles: WgmmaTiles | None,
     target: Target,
     before: jax.Array | None = None,  # float32[1, T, A, N], donated: of pairs that are skipped
+    turn: Turn | None = None,  # as in `layer`
 ) -> jax.Array:
     """Multiplies each pair's row by its matrix [N, K]: [T, A, N], undefined if skipped."""
-    call = _Call(assignments, tiers, tiles, target, paired=False)
+    call = _Call(assignments, tiers, tiles, target, paired=False, turn=turn)
     order, width = call.runs.order, assignments.slot.shape[1]
     flat = rows.reshape(-1, rows.shape[-1])
     found = call.run(flat[order if rows.ndim == 3 else order // width], jnp.float32, before=before)
