@@ -130,6 +130,16 @@ class DecisionsTest(absltest.TestCase):
             {("INT4", 6), ("INT2", 6), ("INT4", 8), ("INT4", 12)},
         )
 
+    def test_routing_makes_no_difference_where_all_experts_fit(self):
+        for share, best in ((1.0, {("INT3", 8)}), (0.9, {("INT4", 8)})):
+            other = [
+                dataclasses.replace(one, what=one.what.replace("routing", "routing another"))
+                for one in timed("INT3", 8, 1.0, share)
+            ]
+            quality = [scored("INT4", 0, 22.0), scored("INT3", 0, 21.0)]
+            _, points, _ = self.joined([*timed("INT4", 8, 4.0, 0.5), *other], quality)
+            self.assertEqual(decisions.best(list(points.values()), "wikitext-2"), best)
+
     def test_a_method_is_timed_again_unless_every_budget_has_a_row(self):
         """A run that ends early has rows of some."""
         output = Path(self.enterContext(tempfile.TemporaryDirectory())) / "rows.jsonl"

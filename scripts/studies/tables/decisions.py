@@ -184,8 +184,8 @@ def join(
 def best(points: Sequence[Joined], text: str) -> set[tuple[str, float]]:
     """Points of a text that no other one of their budget beats in speed and in quality.
 
-    They are compared under the routing of `BASE`, took no more than their budget, and were scored
-    as they were timed.
+    They are compared under the routing of `BASE`, which makes no difference where all experts are
+    in slots; they took no more than their budget, and were scored as they were timed.
     """
     routings = {point.gib: point.timed.routing for point in points if point.method == BASE}
     fair = [
@@ -193,7 +193,8 @@ def best(points: Sequence[Joined], text: str) -> set[tuple[str, float]]:
         for point in points
         if text in point.scored
         and not point.scored[text].share
-        and point.timed.routing == routings.get(point.gib)
+        and point.gib in routings
+        and (point.timed.share == 1 or point.timed.routing == routings[point.gib])
         and not point.timed.peak_gib > point.gib
     ]
     found = set()
