@@ -47,7 +47,7 @@ class TermsTest(parameterized.TestCase):
     def test_they_are_added_to_what_the_kernel_of_many_rows_gives(self, name):
         operands = random_operands(MANY[name], seed(name))
         terms = jax.tree.map(jnp.asarray, (operands.gate_up_low_rank, operands.down_low_rank))
-        blocks = []
+        blocks, sorts = [], []
 
         def call(x, pairs, ups, downs, turn=None):
             up, down = (of[turn.number : turn.number + 1] if turn else of for of in terms)
@@ -56,14 +56,18 @@ class TermsTest(parameterized.TestCase):
 
         def recorded(own: Any, *args: Any) -> jax.Array:
             blocks.append(own.num_thread_blocks)
+            sorts.append(np.asarray(own.runs.order))
             return emulated(own, *args)
 
         with mock.patch.object(grouped._Call, "_launch", recorded):
             whole = call(*given(operands))
             self.assertEqual({*blocks}, {SIMULATED.num_processors})
             blocks.clear()
+            sorts.clear()
             found = in_turns(operands, call)
         self.assertEqual({*blocks}, {SIMULATED.num_processors - 16})
+        for order in sorts:  # tokens are copied once for all turns
+            np.testing.assert_array_equal(order, sorts[0])
         ran = (operands.tier >= 0) & (operands.tier < len(operands.down))
         np.testing.assert_array_equal(found[:, ran], whole[:, ran])
         y = package.combine(whole, jnp.asarray(ran), operands.weight, operands.x.dtype)
