@@ -36,7 +36,7 @@ from tests.grouped_dequant_matmul_contract import (
     violation,
 )
 from tests.host_test_case import HostTestCase
-from tests.packed_operands import seed
+from tests.packed_operands import Terms, seed
 
 
 class Late(_Simulator):
@@ -81,6 +81,9 @@ def layer(operands: Operands, tiles: StreamTiles) -> tuple[np.ndarray, np.ndarra
     return np.asarray(hidden), np.asarray(y)
 
 
+SOME_TERMS = Tier(
+    INT3, INT3, down_terms=(Terms(INT3, (3, 2, 3), max_rank=3, first_row=80, num_rows=160),)
+)
 SMALL = Case((alike(INT4, 5),), tokens=16, model_dim=256, expert_dim=256)
 SEVERAL = Case(
     (alike(INT4), alike(PLAIN, 2), Tier(INT2, INT8)), tokens=12, model_dim=512, expert_dim=256,
@@ -135,6 +138,10 @@ CASES = {
     "terms": (WHOLE["whole_low_rank_and_plain"], StreamTiles(1, 2, 2, depth=3, workers=5)),
     "terms_of_12_tokens": (
         WHOLE["whole_low_rank"]._replace(tokens=12), StreamTiles(2, 4, 1, depth=2, workers=3)
+    ),
+    # A block's first outputs have no term, its later ones have.
+    "terms_of_some_rows": (
+        SMALL._replace(tiers=(SOME_TERMS,), tokens=12), StreamTiles(1, 2, 2, depth=3, workers=3)
     ),
 }  # fmt: skip
 

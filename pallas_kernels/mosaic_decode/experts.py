@@ -359,7 +359,8 @@ class _Product:
                 follows = e.select(e.compare(later, "lt", work.end), 1, 0)
                 after = self.stream(*slot_of(e.smaller(later, e.sub(work.end, 1))))
                 next_item = NextItem(carried[0], after.rows[0], follows)
-                return [self.item(job, x, e.sub(item, base), preloaded, next_item)]
+                is_new = e.compare(item, "eq", first)
+                return [self.item(job, x, e.sub(item, base), is_new, preloaded, next_item)]
 
             first = e.select(e.compare(base, "lt", work.first), work.first, base)
             end = e.smaller(e.add(base, plan.num_items), work.end)
@@ -375,15 +376,19 @@ class _Product:
         self.item(job, self._columns_of_x(job), item)
 
     def item(
-        self, job: ExpertJob, x: Sequence[Value], item: Value,
+        self, job: ExpertJob, x: Sequence[Value], item: Value, is_new: Value | None = None,
         preloaded: BlockOfX | None = None, next_item: NextItem | None = None,
     ) -> Value | None:  # fmt: skip
-        """Runs one item of a job; returns the ring's position if it goes on."""
+        """Runs one item of a job; returns the ring's position if it goes on.
+
+        Args:
+          is_new: whether it is the block's first of the job; None: it is the only one.
+        """
         e, here, plan, tiles = self.e, self.here, self.plan, self.tiles
         stream, first, at = self.stream(job.slot, item), here.first_output(item), None
         firsts = [e.add(first, half * plan.num_outputs) for half in range(plan.halves)]
         extra = BlockTerms(
-            e, self.terms, plan.share, job.slot, firsts, here.of_terms, here.thread
+            e, self.terms, plan.share, job.slot, firsts, here.of_terms, here.thread, is_new=is_new
         )  # fmt: skip
         begin = functools.partial(extra.begin, x, here.lane)
         along = stream, here.warp_k, tiles.warps_k, x, self.ring

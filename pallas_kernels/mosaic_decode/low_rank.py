@@ -52,14 +52,20 @@ class BlockTerms:
 
     def __init__(
         self, e: Mlir, terms: Sequence[Term], share: Share, slot: Value, firsts: Sequence[Value],
-        at: Value, thread: Value, sharers: int = 1,
+        at: Value, thread: Value, sharers: int = 1, is_new: Value | None = None,
     ):  # fmt: skip
         """Loads the ranks.
 
         Args:
           at: i32, shared memory: `share.room(terms)` bytes.
+          is_new: i1, whether V x is not there from other outputs of the same matrix and x; None:
+            it never is.
         """
         self.at, self.sharers, self.placed = at, sharers, []
+        every = [(term, half * share.num_outputs) for term in terms for half in share.met(term)]
+        # Else the first outputs may be without a term.
+        are_whole = all(term.covers(first, share.num_outputs) for term, first in every)
+        self.is_new = is_new if are_whole else None
         self.e, self.share, self.firsts, self.thread = e, share, firsts, thread
         if share.thin:
             (self.term,) = terms
@@ -112,7 +118,13 @@ class BlockTerms:
 
         def all_parts() -> None:
             self._start_u_copies(lane)  # with the first copies of V
-            self._thin_parts(0, x, lane)
+            if self.is_new is None:
+                self._thin_parts(0, x, lane)
+            else:
+                e.when(self.is_new, lambda: self._thin_parts(0, x, lane))
+                e.copies_commit()  # U's words, where no V was copied
+                e.copies_wait(0)
+                e.warp_barrier()
             self._unpack(lane)
 
         if self.placed:
@@ -263,6 +275,8 @@ class BlockTerms:
                 e.store_shared(e.add(placed.thin, e.mul(index, 4)), 0, total)
 
             count = e.select(e.compare(placed.rank, "gt", 0), share.num_x * term.padded, 0)
+            if self.is_new is not None:
+                count = e.select(self.is_new, count, 0)
             # By the last threads first: they have the fewest values of U to unpack.
             self._every(count, 32 * share.num_warps, one, last=True)
 
