@@ -213,7 +213,11 @@ def caption(label: str, of_tasks: str, shape: str, points: Sequence[Joined]) -> 
     """Says where both axes are from; the labels are of the models that were scored."""
     devices = " and ".join(sorted({point.timed.device for point in points})) or "no rows"
     routings = dict.fromkeys(point.timed.routing.partition(" (all")[0] for point in points)
-    other = f" (tasks: {NAMES.get(of_tasks, of_tasks)})" if of_tasks not in ("", label) else ""
+    other = (
+        f" (tasks: {NAMES.get(of_tasks, of_tasks)}, or another)"
+        if of_tasks not in ("", label)
+        else ""
+    )
     return (
         f"Speed: {shape}, random weights, attention in INT4, a sequence at a time, on {devices}; "
         f"routing {'; or '.join(routings)}. Quality: {NAMES.get(label, 'no model yet')}{other}, "
@@ -221,10 +225,8 @@ def caption(label: str, of_tasks: str, shape: str, points: Sequence[Joined]) -> 
     )
 
 
-def draw(
-    canvas: Canvas, shape: str, labels: tuple[str, str], points: Sequence[Joined], scored: Scores
-) -> None:
-    """A panel a text, a line a method; labels are of the models of texts and of tasks."""
+def draw(canvas: Canvas, shape: str, label: str, points: Sequence[Joined], scored: Scores) -> None:
+    """A panel a text, a line a method; the label is of the model of texts."""
     texts = list(dict.fromkeys(text for text, _ in scored)) or [""]
     for panel, text in zip(canvas.panels(1, len(texts), size=(6.0, 4.5)), texts, strict=True):
         for method, style in zip(METHODS, STYLES, strict=True):
@@ -239,7 +241,8 @@ def draw(
                     f"{point.gib:g}", at, fontsize=6, xytext=(2, 2), textcoords="offset points"
                 )
         units = {one.unit for (of, _), many in scored.items() if of == text for one in many}
-        plain, model = scored.get((text, UNQUANTIZED), ()), NAMES.get(labels[text == OF_TASKS], "")
+        plain = scored.get((text, UNQUANTIZED), ())
+        model = "two study models" if text == OF_TASKS else NAMES.get(label, "")
         for one in plain:
             panel.axhline(one.figure, color="0.6", linewidth=0.8, label=UNQUANTIZED)
         panel.set(
@@ -325,8 +328,7 @@ class Picture:
 
     def save(self, folder: Path) -> Path:
         """Draws the picture to a file named by the shape."""
-        labels = self._label, self._of_tasks
         return Canvas.save(
-            lambda canvas: draw(canvas, self._shape, labels, self._points, self._scored),
+            lambda canvas: draw(canvas, self._shape, self._label, self._points, self._scored),
             folder / f"what_to_run_{self._shape}.png",
         )

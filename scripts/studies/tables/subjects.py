@@ -6,6 +6,7 @@ fifth.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -133,11 +134,19 @@ def tasks(results: Results, runs: Runs) -> str:
             f"{100 * found[task].figure:.1f} ± {100 * found[task].more['standard error']:.1f}"
             if task in found else "" for task in TASKS
         ]  # fmt: skip
-        mean = sum(one.figure for one in found.values()) / len(found)
-        cited = runs.cite(*found.values())
-        rows.append([NAMES[label], method, *cells, f"{100 * mean:.1f}", cited])
+        mean = 100 * sum(one.figure for one in found.values()) / len(found)
+        error = 100 * math.hypot(*(one.more["standard error"] for one in found.values()))
+        mean_cell = f"{mean:.1f} ± {error / len(found):.1f}"
+        rows.append([NAMES[label], method, *cells, mean_cell, runs.cite(*found.values())])
     head = ["model", "method", *TASKS, "mean", ""]
     return markdown_table(head, rows) if rows else f"{NOT_MEASURED}."
+
+
+def _cell(one: Found) -> str:
+    """A figure and its standard error, which rows of perplexity and of KL have in nats."""
+    scale = {"perplexity": one.figure, "nats in 1,000": 1e3}.get(one.row.unit, 1.0)
+    error = one.more.get("standard error", one.more.get("standard_error"))
+    return f"{one.figure:.2f}" + ("" if error is None else f" ± {scale * error:.2f}")
 
 
 def tables(results: Results, runs: Runs, sections: Sequence[str], label: str = STUDY) -> str:
@@ -153,7 +162,7 @@ def tables(results: Results, runs: Runs, sections: Sequence[str], label: str = S
         places = dict.fromkeys(x for curve in curves.values() for x in curve)
         ordered = sorted(places, key=lambda x: float(x) if re.fullmatch(r"[\d.]+", x) else 0.0)
         cells = [
-            [series, *(f"{curve[x].figure:.2f}" if x in curve else "" for x in ordered)]
+            [series, *(_cell(curve[x]) if x in curve else "" for x in ordered)]
             for series, curve in curves.items()
         ]
         cited = runs.cite(*(one for curve in curves.values() for one in curve.values()))
