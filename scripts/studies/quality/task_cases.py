@@ -21,9 +21,9 @@ def _dymoe(retention: float, *more: str) -> tuple[str, ...]:
             *_LOW)  # fmt: skip
 
 
-def _dynaexq(share: float) -> tuple[str, ...]:
+def _dynaexq(share: float, *more: str) -> tuple[str, ...]:
     """The share of 16 experts that is hot; asked anew every 2,048 tokens."""
-    settings = f"period=2048 n_hot={round(16 * share)} max_requests=512"
+    settings = " ".join(("period=2048", f"n_hot={round(16 * share)}", "max_requests=512", *more))
     return ("policy.name=dynaexq", f"policy.settings={settings}", *_LOW, "policy.slots=15+16")
 
 
@@ -43,25 +43,26 @@ def _composed(slots: int) -> tuple[str, ...]:
 
 _PRINTED = "background_bytes=0 keep_fetched=False"  # Algorithm 1 alone
 _RANDOM = _POLICY.format("buddymoe", "MatchedRandom")
+_CRITICAL = {"": (), ", by load": ("selection=load",), ", random": ("selection=random",)}
 METHODS: dict[str, tuple[str, ...]] = {
     "exact": (),
     **{f"INT{bits}": (_RESIDENT, f"policy.tiers=int{bits}") for bits in (4, 3, 2)},
-    "DyMoE 4/2, r = 0.75": _dymoe(0.75),
-    "DyMoE 4/0, r = 0.75": _dymoe(0.75, "low=skip"),
-    "DynaExq 4/2, a half hot": _dynaexq(0.5),
-    "DynaExq 4/2, a quarter hot": _dynaexq(0.25),
-    "BuddyMoE c = 0.75, rho 3": _buddies("buddymoe", 12, rho=3),
-    "random c = 0.75, rho 3": _buddies(_RANDOM, 12, rho=3),
-    "BuddyMoE c = 0.5, rho 3": _buddies("buddymoe", 8, rho=3),
-    "random c = 0.5, rho 3": _buddies(_RANDOM, 8, rho=3),
-    "DyMoE 4/2, r = 0.9": _dymoe(0.9),
-    "DyMoE 4/0, r = 0.9": _dymoe(0.9, "low=skip"),
-    "DyMoE 4/2, r = 0.75, by load": _dymoe(0.75, "selection=load"),
-    "BuddyMoE c = 0.375, rho 3": _buddies("buddymoe", 6, rho=3),
-    "random c = 0.375, rho 3": _buddies(_RANDOM, 6, rho=3),
     **{
-        f"BuddyMoE c = {slots / 16:g}, rho 4": _buddies("buddymoe", slots, rho=4)
+        f"DyMoE {low}, r = {retention}{said}": _dymoe(retention, *how, *more)
+        for said, more in _CRITICAL.items()
+        for retention in (0.75, 0.9)
+        for low, how in (("4/2", ()), ("4/0", ("low=skip",)))
+    },
+    **{
+        f"DynaExq 4/2, a {name} hot{said}": _dynaexq(share, *more)
+        for said, more in (("", ()), (", random", ("choice=random",)))
+        for name, share in (("half", 0.5), ("quarter", 0.25))
+    },
+    **{
+        f"{who} c = {slots / 16:g}, rho {rho}": _buddies(policy, slots, rho=rho)
+        for rho in (3, 4)
         for slots in (12, 8, 6)
+        for who, policy in (("BuddyMoE", "buddymoe"), ("random", _RANDOM))
     },
     "DyMoE 4/0 + BuddyMoE c = 0.5": _composed(8),
     "MiLo INT3": (),
@@ -109,6 +110,16 @@ CLAIMS = (
     Claim("DyMoE", "heavy hitters tell critical experts", "6.3, Figure 11",
           "4/2 has fewer wrong answers than 4/2 by plain load, both at r = 0.75",
           (_wrong((1, "DyMoE 4/2, r = 0.75"), (-1, "DyMoE 4/2, r = 0.75, by load")),)),
+    *(Claim(paper, f"{said} on tasks", where, f"fewer wrong answers than {null}",
+            tuple(_wrong((1, name), (-1, name + end)) for name in names))
+      for paper, said, where, null, end, names in (  # of 2026-11-29, these three
+          ("DynaExq", "hot experts beat a random choice", "3.3", "as many experts at random",
+           ", random", ("DynaExq 4/2, a half hot", "DynaExq 4/2, a quarter hot")),
+          ("DyMoE", "important experts beat a random choice", "6.3, Figure 3",
+           "as many experts at random", ", random", ("DyMoE 4/2, r = 0.75", "DyMoE 4/0, r = 0.75")),
+          ("DyMoE", "heavy hitters tell critical experts with 4/0", "6.3, Figure 11", "plain load",
+           ", by load", ("DyMoE 4/0, r = 0.75",)),
+      )),
     *(Claim("BuddyMoE", f"loses {share} of what random experts lose, c = {rate}", f"Table {table}",
             f"loses at most {share} of what random experts lose for the same pairs",
             (_wrong((1, f"BuddyMoE c = {rate}, rho 3"), (-share, f"random c = {rate}, rho 3"),

@@ -102,7 +102,7 @@ def regions(results: Results, page: str) -> dict[str, str]:
         [TITLES[name], *(str(of[verdict]) for verdict in VERDICTS)] for name, of in counts.items()
     ]
     made["verdicts"] = markdown_table(["paper", *VERDICTS], rows)
-    made["gpu files"], made["gpu commands"] = _gpu_runs(results)
+    made["gpu files"] = _gpu_runs(results)
     return made
 
 
@@ -113,29 +113,18 @@ def sections(page: str) -> dict[str, str]:
             for name, title in TITLES.items()}  # fmt: skip
 
 
-def _gpu_runs(results: Results) -> tuple[str, str]:
-    """A table of the files whose rows a GPU measured, and their commands."""
+def _gpu_runs(results: Results) -> str:
+    """A table of the files whose rows a GPU measured."""
     files: dict[str, list[Found]] = {}
     for one in results.measured:
         if one.row.device.startswith(("NVIDIA", "AMD Instinct")):
             files.setdefault(one.file, []).append(one)
-    rows, lines = [], []
+    rows = []
     for name, found in files.items():
         of = [one.row for one in found]
         versions = {f"{of} {number}" for row in of for of, number in row.versions.items()}
-        rows.append([
-            f"`{name}`", str(len(of)),
-            *(", ".join(sorted(values)) for values in (
-                {row.date for row in of}, {row.device for row in of}, versions,
-            )),
-            str(len({row.command for row in of})),
-        ])  # fmt: skip
-        counted = Counter((row.date, row.command) for row in of)
-        lines += [f"`{name}`:", ""]
-        lines += [
-            f"- {date}, {count} row{'s' * (count > 1)}: `{command}`"
-            for (date, command), count in counted.items()
-        ]
-        lines += [""]
+        kinds = {row.date for row in of}, {row.device for row in of}, versions
+        said = [", ".join(sorted(values)) for values in kinds]
+        rows.append([f"`{name}`", str(len(of)), *said, str(len({row.command for row in of}))])
     head = ["rows of", "rows", "dates", "device", "versions", "commands"]
-    return markdown_table(head, rows), "\n".join(lines).rstrip()
+    return markdown_table(head, rows)
