@@ -93,10 +93,18 @@ class WorkloadTest(parameterized.TestCase):
         self.assertEqual(shifting.num_shifts, 9)
         early, late = slice(0, 100), slice(300, 400)
         for made, least, most in ((steady, 0.75, 1.0), (shifting, 0.1, 0.5)):
-            counts = dataclasses.replace(made, ids=made.ids[early]).activations()
+            counts = dataclasses.replace(made, profiled=made.ids[early]).activations()
             first = np.argsort(-counts, axis=1)[:, :32]
             share = [np.isin(made.ids[late, layer], first[layer]).mean() for layer in range(3)]
             self.assertBetween(float(np.mean(share)), least, most)
+
+    def test_a_profile_is_of_other_steps_of_the_same_popularity(self):
+        how = {"num_steps": 200, "batch": 1, "exponent": SKEW}
+        for made in (make_workload(QWEN3, **how), make_workload(QWEN3, **how, shift_every=100)):
+            self.assertLess((np.sort(made.profiled) == np.sort(made.ids)).all(-1).mean(), 0.01)
+            first = np.argsort(-made.activations(), axis=1)[:, :32]
+            share = [np.isin(made.ids[:100, layer], first[layer]).mean() for layer in range(3)]
+            self.assertGreater(min(share), 0.8)
 
     def test_what_a_benchmark_replays_shifts_in_every_batch(self):
         how = {"shape": "x", "exponent": SKEW, "recall": 0.85, "seed": 0}
@@ -120,7 +128,7 @@ class WorkloadTest(parameterized.TestCase):
         counts = made.coactivations()
         both = np.zeros_like(counts)
         for step, layer, row in np.ndindex(made.ids.shape[:3]):
-            first, second = made.ids[step, layer, row]
+            first, second = made.profiled[step, layer, row]
             both[layer, first, second] += 1
             both[layer, second, first] += 1
         np.testing.assert_array_equal(counts, both)

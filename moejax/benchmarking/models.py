@@ -514,7 +514,7 @@ class _ShapeModels:
         )  # fmt: skip
 
     def _policy(self, tiering: Tiering, work: routing.Workload) -> AnyPolicy:
-        """The policy; without a profile, buddies are by the co-activations of what is replayed."""
+        """The policy; without a profile, buddies are by co-activations of the workload."""
         assert isinstance(tiering.policy, str)
         settings = dict(tiering.settings)
         if self._by_profile and "lists" not in settings:

@@ -41,10 +41,9 @@ DECIDE: Methods = {
         "compose", "int4", f"parts=dymoe+buddymoe,{_DYMOE},low=skip,rho=3"
     ),
 }
-# Table 3 of DyMoE; look-ahead in prompts alone and planes are no rows of the paper. Load on demand
-# is the same under any budget.
+# Table 3 of DyMoE; look-ahead in prompts alone and planes are no rows of the paper.
 _TABLE_3: Methods = {
-    "load on demand": flags_of(memory__slots=0, budgets="(16,)"),
+    "load on demand": flags_of(memory__slots=0, budgets="(16,)"),  # alike under any
     "cache": (),
     "cache, 4/2": _policy("dymoe", "int4,int2", _DYMOE),
     "cache, 4/0, prefetch in prompts": _policy(
@@ -101,7 +100,8 @@ def _buddymoe(num_experts: int) -> Methods:
     found = {}
     for rate in CACHE_RATES:
         slots = round(rate * num_experts)
-        found[f"original, c {rate:g}"] = flags_of(memory__slots=slots)
+        for name, ahead in (("original", 0), ("original, prefetch", 2)):
+            found[f"{name}, c {rate:g}"] = flags_of(memory__slots=slots, memory__prefetch=ahead)
         for name, policy, settings in (  # Algorithm 1 as printed
             ("random", "scripts.studies.buddymoe.controls:RandomExpert", "keep_fetched=False"),
             ("co-activation", "buddymoe", "keep_fetched=False"),
