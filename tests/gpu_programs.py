@@ -313,6 +313,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     ),
     "layer_decode": lambda: layer((Form(4), Form(2)), 1, **QWEN),
     "layer_decode_int3_rank_16": lambda: layer((Form(3),), 4, rank=16, **MIXTRAL),
+    "layer_decode_16_tokens_rank_16": lambda: layer((Form(3),), 16, rank=16, **MIXTRAL),
     "layer_decode_32_tokens": lambda: layer((Form(4),), 32, **QWEN),
     "layer_decode_three_tiers": lambda: layer((Form(4), Form(2), PLAIN), 4, **QWEN),
     "layer_prefill": lambda: layer((Form(4), Form(2)), 2048, **QWEN),
