@@ -154,6 +154,11 @@ def _low_rank_cases() -> dict[str, Case]:
     plain = Terms(Form(16, dtype="bfloat16"), ranks, max_rank=6, first_row=8, num_rows=24)
     large = Terms(Form(3), (9, 150, 0), max_rank=160, first_row=3, num_rows=101)
     small = Terms(Form(8), (5, 2, 0), max_rank=6)
+    # The last row is a tile's first, and the first a tile's last.
+    edges = [
+        Terms(Form(3), (70, 5, 0), max_rank=80, first_row=first, num_rows=count)
+        for first, count in ((1, 64), (127, 60))
+    ]
     return cases | {
         "low_rank_plain": Case(Form(2, 32, "integer", "float32"), terms=(plain,), dtype="float16"),
         "low_rank_gate_and_up": Case(Form(3), rows=4, outputs=96, inputs=288, terms=(gate, up)),
@@ -167,6 +172,9 @@ def _low_rank_cases() -> dict[str, Case]:
         # Ranks that no kernel of the product holds, in more than one part; an odd range of rows.
         "low_rank_large": Case(
             Form(3), rows=2, inputs=512, outputs=128, terms=(large, small), out_dtype="float32"
+        ),
+        "low_rank_large_edges": Case(
+            Form(3), rows=2, inputs=512, outputs=192, terms=tuple(edges), out_dtype="float32"
         ),
         "low_rank_large_33_rows": Case(
             Form(4), rows=33, inputs=512, outputs=128, terms=(large, small)

@@ -25,6 +25,7 @@ from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.dequant_matmul.low_rank import MAX_FEW_ROWS
 from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import Assignments
+from pallas_kernels.grouped_dequant_matmul import mosaic as grouped_mosaic
 from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
 from pallas_kernels.mosaic_decode.low_rank_spec import MAX_RANK
 from pallas_kernels.packed import LowRank, PackedMatrices, Refinement
@@ -102,11 +103,13 @@ def dense(
 def layer(
     forms: tuple[Form, ...], tokens: int, *, width: int, model_dim: int, expert_dim: int,
     slots: int = 16, rank: int = 0, gating: Gating = SWIGLU, are_given: bool = False,
+    is_streamed: bool = False,
 ) -> Program:  # fmt: skip
     """A MoE layer with a tier of each form; with another gating than SwiGLU there are biases.
 
     Args:
       are_given: whether products without terms are operands.
+      is_streamed: whether Mosaic's kernels for few tokens serve them where they run.
     """
     gate_up = [shapes_of_matrices(form, slots, 2 * expert_dim, model_dim) for form in forms]
     down = [shapes_of_matrices(form, slots, model_dim, expert_dim) for form in forms]
@@ -119,6 +122,9 @@ def layer(
         x: Any, pairs: Any, gate_up: Any, down: Any, terms: Any, bias: Any, given: Any,
         target: Target,
     ) -> Any:  # fmt: skip
+        if is_streamed and target.capability == (9, 0):
+            hidden = grouped_mosaic.gate_up_mosaic(x, pairs, gate_up, terms[0], None, target)
+            return grouped_mosaic.down_mosaic(hidden, pairs, down, terms[1], None, target)
         hidden = grouped_triton.gate_up_triton(
             x, pairs, gate_up, terms[0], None, target, bias, gating, given[0]
         )
@@ -313,7 +319,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     ),
     "layer_decode": lambda: layer((Form(4), Form(2)), 1, **QWEN),
     "layer_decode_int3_rank_16": lambda: layer((Form(3),), 4, rank=16, **MIXTRAL),
-    "layer_decode_16_tokens_rank_16": lambda: layer((Form(3),), 16, rank=16, **MIXTRAL),
+    "layer_decode_16_tokens_rank_16": lambda: layer(
+        (Form(3),), 16, rank=16, is_streamed=True, **MIXTRAL
+    ),
     "layer_decode_32_tokens": lambda: layer((Form(4),), 32, **QWEN),
     "layer_decode_three_tiers": lambda: layer((Form(4), Form(2), PLAIN), 4, **QWEN),
     "layer_prefill": lambda: layer((Form(4), Form(2)), 2048, **QWEN),

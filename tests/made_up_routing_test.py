@@ -105,6 +105,13 @@ class WorkloadTest(parameterized.TestCase):
             first = np.argsort(-made.activations(), axis=1)[:, :32]
             share = [np.isin(made.ids[:100, layer], first[layer]).mean() for layer in range(3)]
             self.assertGreater(min(share), 0.8)
+        how["seed"] = 1
+        steady, shifting = (
+            make_workload(QWEN3, **how, shift_every=n).activations() for n in (0, 9)
+        )
+        np.testing.assert_array_equal(
+            steady[0], shifting[0]
+        )  # of layer 0 the first ranks are equal
 
     def test_what_a_benchmark_replays_shifts_in_every_batch(self):
         how = {"shape": "x", "exponent": SKEW, "recall": 0.85, "seed": 0}

@@ -353,6 +353,8 @@ class _Product:
             x, base = self._columns_of_x(job), e.mul(number, plan.num_items)
             stream = self.stream(job.slot, e.const(0))
             preloaded = preload_x(stream, here.warp_k, self.tiles.warps_k, x, self.kept)
+            first = e.select(e.compare(base, "lt", work.first), work.first, base)
+            end = e.smaller(e.add(base, plan.num_items), work.end)
 
             def one_item(item: Value, carried: list[Value]) -> list[Value]:
                 later = e.add(item, 1)
@@ -362,8 +364,6 @@ class _Product:
                 is_new = e.compare(item, "eq", first)
                 return [self.item(job, x, e.sub(item, base), is_new, preloaded, next_item)]
 
-            first = e.select(e.compare(base, "lt", work.first), work.first, base)
-            end = e.smaller(e.add(base, plan.num_items), work.end)
             return e.loop(first, end, 1, carried, one_item)
 
         e.copies_wait(0)  # of another tier's ring

@@ -111,7 +111,7 @@ class BlockTerms:
         return e.select(e.both(above, e.compare(first, "lt", end)), rank, 0)
 
     def begin(self, x: Sequence[Value], lane: Lane) -> None:
-        """Computes every warp's part of V x, and copies U; a block barrier must follow."""
+        """Computes V x by warps if it is new, and copies U; a block barrier must follow."""
         e, most = self.e, self.e.const(0)
         for placed in self.placed:
             most = e.bor(most, placed.rank)
@@ -261,7 +261,7 @@ class BlockTerms:
         return e.both(e.compare(n, "ge", 0), e.compare(n, "lt", term.u.num_inputs))
 
     def reduce(self) -> None:
-        """Adds the warps' parts of V x; between two barriers of all blocks that have some."""
+        """Adds the parts of V x if it is new; between two barriers of blocks that have some."""
         e, share = self.e, self.share
         for placed in self.placed:
             term = placed.term
