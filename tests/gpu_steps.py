@@ -2,6 +2,7 @@
 
     python -m tests.gpu_steps pools                # banks that are not copied
     python -m tests.gpu_steps tiers                # temporary memory and launches under policies
+    python -m tests.gpu_steps terms                # a prompt's temporary memory, and its plan
     python -m tests.gpu_steps mesh                 # the step of two GPUs beside that of one
     python -m tests.gpu_steps pages                # a running batch's beside that of one piece
     python -m tests.gpu_steps Qwen3-Next-80B-A3B --layers=4 --batch=8   # of a resident model
@@ -26,7 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from moejax.benchmarking.random_weights import Packing, expert_terms
 from moejax.devices import MESH_AXIS, REPLICATED, DeviceMesh, specs_of
+from moejax.experts.budget.planned import RunSizes
+from moejax.experts.budget.workspace import workspace_nbytes
 from moejax.experts.placement import _hand_out
 from moejax.experts.residency import CacheSizes, empty, no_counts
 from moejax.experts.state import (
@@ -265,7 +269,9 @@ def decode_and_dense(
     return state, pool, steps.StepInputs(dense, tuple(stores)), *rest
 
 
-def compiled_prefill(config: ModelConfig, cached: Any, is_first: bool) -> jax.stages.Compiled:
+def compiled_prefill(
+    config: ModelConfig, cached: Any, is_first: bool, tokens: int = CHUNK
+) -> jax.stages.Compiled:
     """A chunk of one sequence."""
     spec, pool, stores = cached
     state, _, inputs, *_ = decode_and_dense(config, 1, False, pool, stores)
@@ -273,7 +279,7 @@ def compiled_prefill(config: ModelConfig, cached: Any, is_first: bool) -> jax.st
     definition = model_definition(config, ops.Kernels(GPU.target), holds_experts=False)
     first = steps.PrefillState(state.cache, leaf_of((1, config.model_dim)))
     part = steps.TokenChunk(
-        leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32)
+        leaf_of((1, tokens), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32)
     )
     step = functools.partial(steps.prefill_chunk, steps.StepProgram(definition, spec), chunk)
     return compiled(step, (first, pool, inputs, part), (0, 1), spec, True)
@@ -458,6 +464,24 @@ def print_tiers() -> None:
         print(name, memory.temp_size_in_bytes, num_launches(program.as_text()), flush=True)
 
 
+def print_terms() -> None:
+    """A line: temporary bytes of a prompt in waves, experts with compensators, and planned ones."""
+    config = with_layers(CONFIGS["Qwen3-30B-A3B"], LAYERS)
+    spec, pool, store = tier(config, 40, 3, transient=26, banks=1, ahead=0)
+    terms = jax.eval_shape(lambda: expert_terms(config, Packing(bits=3, expert_rank=16)))
+    spec = dataclasses.replace(spec, is_complete=False)
+    store = dataclasses.replace(store, terms=terms)
+    cached = CacheSpec(None, ("stored",), (spec,)), ExpertCache((pool,), (), None), (store,)
+    memory = compiled_prefill(config, cached, True, CONTEXT).memory_analysis()
+    assert memory is not None
+    run = RunSizes(
+        config=config, weights_nbytes={}, batch=1, context=CONTEXT, chunk=CONTEXT, platform="gpu",
+        stores_scores=False, copies_cache=False,
+    )  # fmt: skip
+    planned = workspace_nbytes(run, is_packed=True, has_terms=True)
+    print("terms", memory.temp_size_in_bytes, planned, flush=True)
+
+
 def print_pages() -> None:
     """A line a case: name; temporary bytes; launches, or of a chunk aliased and cached bytes."""
     config = with_layers(CONFIGS["Qwen3-30B-A3B"], 2)
@@ -487,10 +511,16 @@ def print_resident(shape: str, layers: int, batch: int) -> None:
     )
 
 
+PRINTED: dict[str, Callable[[], None]] = {
+    "pools": print_pools, "tiers": print_tiers, "terms": print_terms, "mesh": print_mesh,
+    "pages": print_pages,
+}  # fmt: skip
+
+
 def main() -> None:
-    """Prints one of the five."""
+    """Prints one of the six."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["pools", "tiers", "mesh", "pages", *sorted(CONFIGS)])
+    parser.add_argument("what", choices=[*PRINTED, *sorted(CONFIGS)])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=1)
     given = parser.parse_args()
@@ -501,14 +531,8 @@ def main() -> None:
             api = importlib.import_module(f"pallas_kernels.{package.name}.api")
             if hasattr(api, "current_target"):
                 mock.patch.object(api, "current_target", lambda: GPU.target).start()
-    if given.what == "pools":
-        print_pools()
-    elif given.what == "tiers":
-        print_tiers()
-    elif given.what == "mesh":
-        print_mesh()
-    elif given.what == "pages":
-        print_pages()
+    if given.what in PRINTED:
+        PRINTED[given.what]()
     else:
         print_resident(given.what, given.layers, given.batch)
 

@@ -51,6 +51,11 @@ class CompilingTest(absltest.TestCase):
                     more = int(found[f"{name}_replayed"][1]) - int(found[f"{name}_routed"][1])
                     self.assertBetween(more, LAYERS, LAYERS + 2)  # and two a step
 
+    def test_a_prompt_with_compensators_takes_no_more_than_planned(self):
+        """Tokens are copied once, and not for each wave."""
+        [line] = [of.split() for of in self.printed("terms").splitlines() if "terms" in of]
+        self.assertLess(int(line[1]), int(line[2]))
+
     def test_two_gpus_run_the_step_of_one(self):
         """One kernel a layer more, which sums; no collective of XLA; pools stay where they are."""
         lines = [line.split() for line in self.printed("mesh").splitlines()]

@@ -23,6 +23,7 @@ keeps its place with the probability `recall`, else changes places with one that
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -61,15 +62,25 @@ class Workload:
     # float32[S, M, B, E], as the layer before expects them; of layer 0 nobody asks
     predicted: np.ndarray
     num_shifts: int  # exchanges of ranks, over all layers
-    # int32[S, M, B, A], chosen in other steps of the same popularity, before any shift; of a trace
-    # those that are replayed
-    profiled: np.ndarray
     about: str = ""  # where the choices are from, for people
+    # float32[M, E], -s log r of the experts' ranks before any shift; None: profiles are of `ids`
+    popularity: np.ndarray | None = None
+    seed: int = 0
 
     @property
     def _num_experts(self) -> int:
         """E."""
         return self.probabilities.shape[-1]
+
+    @functools.cached_property
+    def _profiled(self) -> np.ndarray:
+        """int32[S, M, B, A], chosen in other steps of the same popularity."""
+        if self.popularity is None:
+            return self.ids
+        rng, width = np.random.default_rng((self.seed, 1)), self.ids.shape[-1]
+        logits = rng.standard_normal(self.probabilities.shape, np.float32)
+        logits += self.popularity[:, None]
+        return np.argpartition(-logits, width - 1, axis=-1)[..., :width].astype(np.int32)
 
     def expected(self, width: int) -> np.ndarray:
         """int32[S, M, t], the likeliest by `predicted`, summed over the sequences (DyMoE eq. 8)."""
@@ -77,17 +88,17 @@ class Workload:
         return np.argsort(-mass, axis=-1, kind="stable")[..., :width].astype(np.int32)
 
     def activations(self) -> np.ndarray:
-        """int64[M, E], times that each expert was chosen, by `profiled`."""
-        layers = np.moveaxis(self.profiled, 1, 0)
+        """int64[M, E], times that each expert was chosen, by `_profiled`."""
+        layers = np.moveaxis(self._profiled, 1, 0)
         return np.stack(
             [np.bincount(ids.reshape(-1), minlength=self._num_experts) for ids in layers]
         )
 
     def coactivations(self) -> np.ndarray:
-        """float64[M, E, E], tokens of `profiled` that chose both, 0 for i = j (BuddyMoE eq. 4)."""
+        """float64[M, E, E], tokens of `_profiled` that chose both, 0 for i = j (BuddyMoE eq. 4)."""
         counts = []
         # A layer at a time: marks of all are gigabytes.
-        for ids in np.moveaxis(self.profiled, 1, 0):
+        for ids in np.moveaxis(self._profiled, 1, 0):
             tokens = ids.reshape(-1, ids.shape[-1])
             marks = np.zeros((len(tokens), self._num_experts), np.float32)
             np.put_along_axis(marks, tokens, 1, axis=1)
@@ -148,7 +159,7 @@ def of_trace(
     is_own = (trace.num_experts, trace.width) == (config.num_experts, config.experts_per_token)
     how = "its own gates" if is_own else f"scaled from {trace.num_experts} experts, gates made up"
     about = f"trace {name}, {how}, {used} steps over and over{_said(recall)}"
-    return Workload(ids, probabilities, predicted, 0, ids, about)
+    return Workload(ids, probabilities, predicted, 0, about)
 
 
 def make_workload(
@@ -170,12 +181,9 @@ def make_workload(
     popularity, num_shifts = _popularity(
         rng, num_steps, num_layers, num_experts, exponent, shift_every, shift_share
     )
-    others = np.random.default_rng((seed, 1)).standard_normal(shape, np.float32)
-    others += popularity[:1, :, None]
-    profiled = np.argpartition(-others, width - 1, axis=-1)[..., :width].astype(np.int32)
-    del others
     logits = rng.standard_normal(shape, np.float32)
     logits += popularity[:, :, None]
+    first = popularity[0].copy()
     del popularity
     scale = _scale(logits.reshape(-1, num_experts)[:PLACES], width)
     logits *= np.float32(scale)
@@ -186,7 +194,8 @@ def make_workload(
     some = np.take_along_axis(probabilities, order, axis=-1)
     ids = np.take_along_axis(order, np.argsort(-some, axis=-1, kind="stable"), axis=-1)
     predicted = _predictions(rng, probabilities, ids, recall)
-    return Workload(ids.astype(np.int32), probabilities, predicted, num_shifts, profiled)
+    ids = ids.astype(np.int32)
+    return Workload(ids, probabilities, predicted, num_shifts, popularity=first, seed=seed)
 
 
 def _scaled_trace(

@@ -95,28 +95,22 @@ def layer_mosaic(
     gating: Gating,
     turn: Turn | None,
 ) -> jax.Array:
-    """Computes `api.moe_products` by the kernel for many rows."""
-    if any(any(low_rank) for _, low_rank in of_each):
-        return _layer_with_terms(x, assignments, of_each, tiles, target, bias, gating, turn)
-    chosen, (tokens, width) = [], assignments.slot.shape
-    for what, (tiers, low_rank) in zip(("gate_up", "down"), of_each, strict=True):
-        _fits_many_rows(bias, gating)
-        found = _tiles(what, (tokens, width), tiers, low_rank, tiles, target)
-        chosen.append(_many_row_tiles(found))
-    (ups, _), (downs, _) = of_each
-    return mosaic_prefill.layer(x, assignments, ups, downs, chosen, target, turn)[None]
+    """Computes `api.moe_products` by the kernel for many rows.
 
-
-def _layer_with_terms(
-    x: jax.Array, assignments: Assignments, of_each: Sequence[Products], tiles: Tiles | None,
-    target: Target, bias: jax.Array | None, gating: Gating, turn: Turn | None,
-) -> jax.Array:  # fmt: skip
-    """Computes both products one after the other; those of earlier turns stay where they are."""
+    With terms one product follows the other; those of earlier turns stay where they are.
+    """
     _fits_many_rows(bias, gating)
-    (tokens, width), rows = assignments.slot.shape, x
-    for what, of, gated in zip(("gate_up", "down"), of_each, (gating, None), strict=True):
-        chosen = _tiles(what, (tokens, width), *of, tiles, target)
-        rows = _of_many_rows(rows, assignments, *of, chosen, target, gated, turn)
+    tokens, width = assignments.slot.shape
+    chosen = [
+        _tiles(what, (tokens, width), *of, tiles, target)
+        for what, of in zip(("gate_up", "down"), of_each, strict=True)
+    ]
+    if not any(any(low_rank) for _, low_rank in of_each):
+        both, (ups, downs) = map(_many_row_tiles, chosen), (tiers for tiers, _ in of_each)
+        return mosaic_prefill.layer(x, assignments, ups, downs, [*both], target, turn)[None]
+    rows = x
+    for of, own, gated in zip(of_each, chosen, (gating, None), strict=True):
+        rows = _of_many_rows(rows, assignments, *of, own, target, gated, turn)
         rows = rows.reshape(tokens, width, -1)
     return rows[None]
 
