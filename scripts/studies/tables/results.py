@@ -65,7 +65,7 @@ def regions(results: Results, page: str) -> dict[str, str]:
     written = sections(_MADE.sub("", page))
     counts = {name: Counter(last.findall(text)) for name, text in written.items()}
     windows = subjects.by_window(results)
-    documents = [subjects.by_document(results, of) for of in (subjects.FOURTH, subjects.FIFTH)]
+    documents = [subjects.by_document(results, of) for of in subjects.OF_TASKS]
     quantized = subjects.by_window(results, subjects.FIRST, " | perplexity")
     kilobytes = [int(n) for name in quantized for n in re.findall(r"within (\d+) KB", name)]
     milo = recipes.claims(next(iter(kilobytes), recipes.DEMO_KB))
