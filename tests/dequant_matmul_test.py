@@ -61,7 +61,7 @@ FAST = (
     "whole_every_code_int8", "whole_every_code_apart_int3", "whole_every_code_apart_int4",
     "every_code_apart_int4", "every_code_mxfp4", "whole_apart_int4_shared",
     "whole_plain_bfloat16", "whole_low_rank_32", "low_rank_large_33_rows",
-    "low_rank_large_edges",
+    "low_rank_large_blocks",
     "int4g128_33_rows", "whole_half_block_int4", "whole_half_block_int3",
 )  # fmt: skip
 

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.triton.elements import iota
+
 # Counts of experts, but for `steps`; the order is that of the columns of `Tables.events`.
 EVENTS = (
     "steps",  # times that the layer ran for some token; of a tier, that it served some pair
@@ -402,8 +404,3 @@ def at(values: jax.Array, index: jax.Array) -> jax.Array:
 def num(mask: jax.Array, axis: int | None = None) -> jax.Array:
     """int32, how many are set."""
     return mask.sum(axis=axis, dtype=jnp.int32)
-
-
-def iota(size: int) -> jax.Array:
-    """int32[size], 0, 1, ..."""
-    return jax.lax.iota(jnp.int32, size)

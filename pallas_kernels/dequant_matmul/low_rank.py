@@ -11,22 +11,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import launch
+from pallas_kernels import launch, layout
 from pallas_kernels.mosaic_decode.low_rank_spec import MAX_RANK
 from pallas_kernels.packed import LowRank, low_rank_factors
 from pallas_kernels.triton import low_rank as triton_low_rank
-from pallas_kernels.triton import product as triton_product
-from pallas_kernels.triton.elements import power_above
+from pallas_kernels.triton.elements import (
+    Int,
+    block_values,
+    element_values,
+    iota,
+    power_above,
+)
 from pallas_kernels.triton.product import columns_of
 
 Ref = Any
 MAX_FEW_ROWS = triton_low_rank.MAX_SPLIT_COLUMNS  # of x
 THIN_ROWS = 32  # of x, that a program of the thin products holds
-U_OUTPUTS = 64  # of a program of U
-U_TILES = 4  # of the rank, that a program of U adds; more programs fill the device
 NUM_WARPS = 2
 
 
@@ -46,22 +50,49 @@ def with_terms(
     """Adds x (U V)^T of one matrix's terms to y, [M, N] in `out_dtype`."""
     if x.shape[0] > MAX_FEW_ROWS:
         return _by_xla(y, x, slot, low_rank).astype(out_dtype)
-    thin = thin_products(x, slot, low_rank, interpret)
-    most = max(terms.max_rank for terms in low_rank)
-    parts = -(-most // (U_TILES * triton_low_rank.TILE))
     num_rows, num_outputs = y.shape
+    thin = thin_products(x, slot, low_rank, interpret)
     block_m = max(8, power_above(num_rows))
+    # Of the rank that a program adds: few, to be many programs, unless parts would take memory.
+    tiles = max(1, block_m // 8)
+    is_there, spans = _parts_of(low_rank, tiles * triton_low_rank.TILE, num_outputs)
     leaves, treedef = jax.tree.flatten((slot, low_rank, thin))
-    terms = launch.triton_call(
-        functools.partial(_u_body, treedef=treedef, block_m=block_m, interpret=interpret),
+    parts = launch.triton_call(
+        functools.partial(
+            _u_body, treedef=treedef, spans=spans, tiles=tiles, block_m=block_m, interpret=interpret
+        ),
         name=f"dequant_matmul_u_{low_rank[0].u.describe().replace(' ', '_')}_m{block_m}",
-        grid=(-(-num_outputs // U_OUTPUTS), -(-num_rows // block_m), parts),
-        out_shape=jax.ShapeDtypeStruct((parts, num_rows, num_outputs), jnp.float32),
-        num_warps=NUM_WARPS,
-        num_stages=2,
+        grid=(sum(map(_num_blocks, low_rank)), max(map(len, spans))),
+        out_shape=jax.ShapeDtypeStruct((len(is_there), num_rows, num_outputs), jnp.float32),
+        num_warps=2 * NUM_WARPS,
+        num_stages=1,
         interpret=interpret,
     )(*leaves)
-    return (y + jnp.sum(terms, axis=0)).astype(out_dtype)
+    if not is_there.all():
+        parts = jnp.where(is_there[:, None], parts, 0.0)
+    return (y + jnp.sum(parts, axis=0)).astype(out_dtype)
+
+
+def _parts_of(
+    low_rank: Sequence[LowRank], ranks: int, num_outputs: int
+) -> tuple[np.ndarray, list[range]]:
+    """Says which parts of the sum an output has, bool[parts, N], and which are each term's.
+
+    A part is of `ranks` ranks; terms of the same outputs have parts after each other.
+    """
+    is_there, spans = np.zeros((0, num_outputs), bool), []
+    for terms in low_rank:
+        rows = slice(terms.first_row, terms.first_row + terms.num_rows)
+        first = int(np.flatnonzero(is_there[:, rows].any(axis=1)).max(initial=-1)) + 1
+        spans.append(range(first, first + -(-terms.max_rank // ranks)))
+        more = max(0, spans[-1].stop - len(is_there))
+        is_there = np.pad(is_there, ((0, more), (0, 0)))
+        is_there[first : spans[-1].stop, rows] = True
+    return is_there, spans
+
+
+def _num_blocks(terms: LowRank) -> int:
+    return -(-terms.num_rows // layout.BLOCK)
 
 
 def _by_xla(
@@ -102,8 +133,8 @@ def _thin_body(*refs: Ref, treedef: Any, block_m: int, interpret: bool) -> None:
     x_ref, slot_ref, low_rank = treedef.unflatten(refs[:-1])
     out_ref = refs[-1]
     tile, m, part = (pl.program_id(axis) for axis in range(3))
-    rows_m = triton_product.indices(m, block_m)
-    rows_r = triton_product.indices(tile, triton_low_rank.TILE)
+    rows_m = m * block_m + iota(block_m)
+    rows_r = tile * triton_low_rank.TILE + iota(triton_low_rank.TILE)
 
     def store(acc: jax.Array) -> None:
         view = out_ref.at[part, rows_m[:, None], rows_r[None, :]]
@@ -116,18 +147,40 @@ def _thin_body(*refs: Ref, treedef: Any, block_m: int, interpret: bool) -> None:
     )  # fmt: skip
 
 
-def _u_body(*refs: Ref, treedef: Any, block_m: int, interpret: bool) -> None:
-    """Program (n, m, part of the rank) computes a tile of U (V x)."""
+def _u_body(
+    *refs: Ref, treedef: Any, spans: Sequence[range], tiles: int, block_m: int, interpret: bool
+) -> None:
+    """Program (block of a term's outputs, part of the rank) computes a part of U (V x)."""
     slot_ref, low_rank, thin_ref = treedef.unflatten(refs[:-1])
-    out_ref = refs[-1]
-    num_rows, num_outputs = out_ref.shape[1:]
-    n, m, part = (pl.program_id(axis) for axis in range(3))
-    rows_m = triton_product.indices(m, block_m)
-    outputs = triton_product.indices(n, U_OUTPUTS)
-    acc = triton_low_rank.add_terms(
-        jnp.zeros((U_OUTPUTS, block_m), jnp.float32), low_rank, slot_ref[()], outputs, thin_ref,
-        rows_m, rows_m < num_rows, within=(n * U_OUTPUTS, (n + 1) * U_OUTPUTS), interpret=interpret,
-        tiles=(part * U_TILES, U_TILES),
-    )  # fmt: skip
-    mask = (rows_m < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    pltriton.store(out_ref.at[part, rows_m[:, None], outputs[None, :]], acc.T, mask=mask)
+    out_ref, slot = refs[-1], slot_ref[()]
+    block, part = pl.program_id(0), pl.program_id(1)
+    columns, first = iota(block_m), 0
+    is_column = columns < out_ref.shape[1]
+
+    def add(terms: LowRank, block: Int, first: int, first_part: int, *, is_short: bool) -> None:
+        outputs = block * layout.BLOCK + iota(layout.BLOCK)
+
+        def values(rows: jax.Array) -> jax.Array:
+            if is_short or layout.BLOCK % terms.u.group_size:
+                inside = jnp.minimum(outputs, terms.num_rows - 1)
+                return element_values(terms.u, 0, rows[:, None], inside[None])
+            return block_values(terms.u, 0, rows, block)
+
+        acc = jnp.zeros((layout.BLOCK, block_m), jnp.float32)
+        for i in range(tiles):
+            acc = triton_low_rank.add_tile(
+                acc, terms, slot, part * tiles + i, values, thin_ref, first, columns, is_column,
+                interpret=interpret,
+            )  # fmt: skip
+        place = (terms.first_row + outputs)[None]
+        mask = is_column[:, None] & (outputs < terms.num_rows)[None]
+        pltriton.store(out_ref.at[first_part + part, columns[:, None], place], acc.T, mask=mask)
+
+    for terms, span in zip(low_rank, spans, strict=True):
+        count, is_short = _num_blocks(terms), terms.num_rows % layout.BLOCK != 0
+        run = functools.partial(add, terms, block, first, span.start)
+        is_here = (block >= 0) & (part < len(span))
+        pl.when(is_here & (block < count - is_short))(functools.partial(run, is_short=False))
+        if is_short:
+            pl.when(is_here & (block == count - 1))(functools.partial(run, is_short=True))
+        block, first = block - count, first + triton_low_rank.thin_rows([terms])

@@ -26,7 +26,7 @@ from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices, with_scal
 from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
-from pallas_kernels.triton.elements import power_above
+from pallas_kernels.triton.elements import iota, power_above
 from pallas_kernels.triton.product import Span, columns_of
 
 Ref = Any
@@ -47,7 +47,7 @@ def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None
     x_ref, sums_ref, slot_ref, weights, low_rank, thin_ref = treedef.unflatten(refs[:-1])
     out_ref, slot = refs[-1], slot_ref[()]
     n, m, s = (pl.program_id(axis) for axis in range(3))
-    rows_m = triton_product.indices(m, tiles.block_m)
+    rows_m = m * tiles.block_m + iota(tiles.block_m)
     rows_n = triton_product.rows_from(n * tiles.block_n, tiles.block_n, weights.num_outputs)
     steps = triton_product.num_steps(weights, tiles.step)
     is_last = s == tiles.split_k - 1
@@ -62,7 +62,7 @@ def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None
             acc, low_rank, slot, rows_n, thin_ref, rows_m, mask_m & is_last,
             within=(n * tiles.block_n, (n + 1) * tiles.block_n), interpret=interpret,
         )  # fmt: skip
-    outputs = triton_product.indices(n, tiles.block_n)
+    outputs = n * tiles.block_n + iota(tiles.block_n)
     mask = mask_m[:, None] & (outputs < weights.num_outputs)[None, :]
     view = out_ref.at[s, rows_m[:, None], outputs[None, :]]
     pltriton.store(view, acc.T.astype(out_ref.dtype), mask=mask)
@@ -72,8 +72,8 @@ def _rows_body(x_ref: Ref, slot_ref: Ref, words_ref: Ref, out_ref: Ref, *, tiles
     """Program (n, m) computes whole products of some rows, in an order independent of M."""
     (num_rows, num_inputs), num_outputs = x_ref.shape, words_ref.shape[1]
     n, m, slot = pl.program_id(0), pl.program_id(1), slot_ref[()]
-    k = jax.lax.broadcasted_iota(jnp.int32, (power_above(num_inputs),), 0)
-    outputs = triton_product.indices(n, tiles.block_n)
+    k = iota(power_above(num_inputs))
+    outputs = n * tiles.block_n + iota(tiles.block_n)
     is_output, is_input = outputs < num_outputs, k < num_inputs
     w = pltriton.load(
         words_ref.at[slot, outputs[:, None], k[None]],

@@ -37,7 +37,7 @@ from pallas_kernels.packed import LowRank, PackedMatrices, with_scale_pairs
 from pallas_kernels.target import Target, platform_refusal
 from pallas_kernels.triton import low_rank as triton_low_rank
 from pallas_kernels.triton import product as triton_product
-from pallas_kernels.triton.elements import quotient, remainder
+from pallas_kernels.triton.elements import iota, quotient, remainder
 from pallas_kernels.triton.product import Columns, Span, columns_of
 
 Ref = Any
@@ -161,7 +161,7 @@ def _step(weights: PackedMatrices, tiles: TritonTiles) -> int:
 
 def _tile_rows(tiles: TritonTiles, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Outputs of the program of axis 0, and the rows to read for them."""
-    outputs = triton_product.indices(pl.program_id(0), tiles.block_n)
+    outputs = pl.program_id(0) * tiles.block_n + iota(tiles.block_n)
     return outputs, jnp.minimum(outputs, num_rows - 1)
 
 
@@ -236,7 +236,7 @@ def _thin_body(*refs: Ref, static: _Static) -> None:
     operands: _Operands = static.treedef.unflatten(refs[:-1])
     out_ref = refs[-1]
     tile, part = pl.program_id(0), pl.program_id(2)
-    places = jax.lax.broadcasted_iota(jnp.int32, (triton_low_rank.TILE,), 0)
+    places = iota(triton_low_rank.TILE)
 
     def run(job: _Job, columns: list[Columns]) -> None:
         def store(acc: jax.Array) -> None:
@@ -442,14 +442,14 @@ def _for_each_job(
     program = programs - 1 - pl.program_id(axis)
     if isinstance(source, _Pairs):
         if alone:
-            mask = jax.lax.broadcasted_iota(jnp.int32, (columns,), 0) == 0
+            mask = iota(columns) == 0
             pairs = jnp.where(mask, program, num_pairs)
             run(_Job(source.tier[program], source.slot[program], pairs, mask))
             return
         job, leads = _pair_job(source, program, columns, num_pairs)
         pl.when(leads)(lambda: run(job))
         return
-    places = jax.lax.broadcasted_iota(jnp.int32, (columns,), 0)
+    places = iota(columns)
 
     def body(i: Any, carry: Any) -> Any:
         block = program + i * programs
@@ -473,7 +473,7 @@ def _pair_job(
     same = (exists & (tiers == tier) & (slots == slot)).astype(jnp.int32)
     before = jnp.sum(jnp.where(index < program, same, 0))
     column = jnp.cumsum(same) - 1 - before
-    places = jax.lax.broadcasted_iota(jnp.int32, (columns,), 0)
+    places = iota(columns)
     chosen = (column[None, :] == places[:, None]) & (same[None, :] > 0)
     pairs = jnp.sum(jnp.where(chosen, index[None, :], 0), axis=1)
     mask = places < jnp.sum(same) - before

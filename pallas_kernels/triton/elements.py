@@ -82,3 +82,30 @@ def element_values(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.A
     if weights.zeros is None:
         return (values - float(2 ** (weights.bits - 1))) * scale
     return (values - weights.zeros[slot, rows, group].astype(jnp.float32)) * scale
+
+
+def block_values(weights: PackedMatrices, slot: Int, rows: jax.Array, block: Int) -> jax.Array:
+    """Elements float32[R, BLOCK] of a whole block at rows int32[R]; every word is loaded once.
+
+    Groups are of `BLOCK` codes or of a part of that.
+    """
+    first, size = block * layout.BLOCK, layout.BLOCK
+    if weights.bits == PLAIN_BITS:
+        return weights.words[slot, rows[:, None], (first + iota(size))[None]].astype(jnp.float32)
+    assert weights.scales is not None
+    codes: Any = jnp.uint32(0)
+    for plane, stored, place_of in stored_planes(weights, slot):
+        count = size * plane.width // layout.WORD_BITS
+        at = plane.first_word + block * count + iota(count)
+        words = stored[place_of, rows[:, None], at[None]][:, None, :, None]
+        shifts = iota(2)[None] * 16 + iota(16 // plane.width)[:, None] * plane.width
+        parts = words >> shifts[None, :, None].astype(jnp.uint32) & jnp.uint32(2**plane.width - 1)
+        codes = codes | (parts.reshape(-1, size) << jnp.uint32(plane.shift))
+    groups = quotient(first, weights.group_size) + iota(size // weights.group_size)
+
+    def of_groups(values: jax.Array) -> jax.Array:
+        of = values[slot, rows[:, None], groups[None]].astype(jnp.float32)[:, :, None]
+        return jnp.broadcast_to(of, (*of.shape[:2], weights.group_size)).reshape(-1, size)
+
+    middle = 2.0 ** (weights.bits - 1) if weights.zeros is None else of_groups(weights.zeros)
+    return (codes.astype(jnp.float32) - middle) * of_groups(weights.scales)

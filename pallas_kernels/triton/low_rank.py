@@ -6,7 +6,7 @@ padded to a multiple of `TILE`; parts are those of K, added in order where they 
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import layout
 from pallas_kernels.packed import LowRank
 from pallas_kernels.triton import product as triton_product
-from pallas_kernels.triton.elements import Int, element_values
+from pallas_kernels.triton.elements import Int, element_values, iota
 from pallas_kernels.triton.product import Columns, Span
 
 Ref = Any
@@ -81,6 +81,34 @@ def thin_products(
         first_tile += num_tiles
 
 
+def add_tile(
+    acc: jax.Array,  # float32[rows, columns]
+    terms: LowRank,
+    slot: Int,
+    tile: Int,  # of the rank
+    values: Callable[[jax.Array], jax.Array],  # float32[TILE, rows], at rows of U's pool
+    thin: Ref,
+    first: Int,  # row of `thin` of the term's first rank
+    columns: jax.Array,  # int32[columns], rows of `thin`
+    columns_mask: jax.Array,  # bool[columns]
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """Adds U (V x) of one term and `TILE` of its ranks to `acc`."""
+    r = tile * TILE + iota(TILE)
+    used = r < terms.rank[slot]
+    u = jnp.where(used[:, None], values(terms.start[slot] + jnp.where(used, r, 0)), 0.0)
+    mask = columns_mask[:, None] & used[None, :]
+    total = jnp.zeros((columns.shape[0], TILE), jnp.float32)
+    for part in range(thin.shape[0]):
+        view = thin.at[part, columns[:, None], (first + r)[None, :]]
+        total = total + pltriton.load(view, mask=mask, other=0.0)
+    # Three products of bfloat16 parts: what they drop is 2^-16 of the term.
+    three = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+    precision = jax.lax.Precision.HIGHEST if interpret else three
+    return acc + pltriton.dot(u.T, total.T, precision=precision)
+
+
 def add_terms(
     acc: jax.Array,  # float32[rows, columns]
     low_rank: Sequence[LowRank],
@@ -93,8 +121,6 @@ def add_terms(
     # first .. last of the tile's outputs, or of all such tiles; terms of others are passed over.
     within: tuple[Int, Int],
     interpret: bool,
-    # first and number of the tiles of each term's rank that are added; None: all
-    tiles: tuple[Int, int] | None = None,
 ) -> jax.Array:
     """Adds U (V x) to `acc`: the epilogue of a tile."""
 
@@ -104,32 +130,19 @@ def add_terms(
         local = rows - terms.first_row
         inside = (local >= 0) & (local < terms.num_rows)
         local = jnp.clip(local, 0, terms.num_rows - 1)
-        rank, start = terms.rank[slot], terms.start[slot]
-        parts = thin.shape[0]
-        steps = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
 
-        def add(acc: jax.Array, tile: Int) -> jax.Array:
-            r = tile * TILE + steps
-            used = r < rank
-            pool_rows = start + jnp.where(used, r, 0)
-            # Both as they lie in memory: neighbouring threads then read neighbouring words.
+        def values(pool_rows: jax.Array) -> jax.Array:
+            # As they lie in memory: neighbouring threads then read neighbouring words.
             u = element_values(terms.u, 0, pool_rows[:, None], local[None, :])
-            u = jnp.where(used[:, None] & inside[None, :], u, 0.0)
-            mask = columns_mask[:, None] & used[None, :]
-            total = jnp.zeros((columns.shape[0], TILE), jnp.float32)
-            for part in range(parts):
-                view = thin.at[part, columns[:, None], (first + r)[None, :]]
-                total = total + pltriton.load(view, mask=mask, other=0.0)
-            # Three products of bfloat16 parts: what they drop is 2^-16 of the term.
-            three = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-            precision = jax.lax.Precision.HIGHEST if interpret else three
-            return acc + pltriton.dot(u.T, total.T, precision=precision)
+            return jnp.where(inside[None, :], u, 0.0)
 
-        first_tile, num_tiles = tiles or (0, _padded(terms) // TILE)
         # Not a loop: Triton would keep several of its turns in shared memory.
-        for i in range(num_tiles):
-            run = functools.partial(add, tile=first_tile + i)
-            is_used = is_met & ((first_tile + i) * TILE < rank)
+        for tile in range(thin_rows([terms]) // TILE):
+            run = functools.partial(
+                add_tile, terms=terms, slot=slot, tile=tile, values=values, thin=thin, first=first,
+                columns=columns, columns_mask=columns_mask, interpret=interpret,
+            )  # fmt: skip
+            is_used = is_met & (tile * TILE < terms.rank[slot])
             acc = jax.lax.cond(is_used, run, lambda acc: acc, acc)
         return acc
 
@@ -138,7 +151,7 @@ def add_terms(
         is_met = (within[0] < terms.first_row + terms.num_rows) & (terms.first_row < within[1])
         if is_met is not False:
             acc = with_term(acc, terms, first, is_met)
-        first += _padded(terms)
+        first += thin_rows([terms])
     return acc
 
 

@@ -29,7 +29,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import layout, mxfp4
 from pallas_kernels.op import offset_refusal
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices, stored_planes
-from pallas_kernels.triton.elements import Int, element_codes, quotient, remainder
+from pallas_kernels.triton.elements import Int, element_codes, iota, quotient, remainder
 
 Ref = Any
 CHUNK = 32  # codes; a group whose size is a multiple of it never ends inside one
@@ -193,7 +193,7 @@ def _field(word: jax.Array, position: Int, width: int, place: int) -> jax.Array:
 
 
 def _load_2d(ref: Ref, slot: Int, rows: jax.Array, first: Int, count: int) -> jax.Array:
-    steps = first + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
+    steps = first + iota(count)
     return ref[slot, rows[:, None], steps[None, :]]
 
 
@@ -213,7 +213,7 @@ def columns_of(
     mask_m = rows < num_rows if mask_m is None else mask_m
 
     def load(first: Any, count: int) -> jax.Array:
-        k = first + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
+        k = first + iota(count)
         mask = mask_m[:, None] & (k < num_inputs)[None, :]
         return pltriton.load(x_ref.at[rows[:, None], k[None, :]], mask=mask, other=0.0)
 
@@ -272,14 +272,9 @@ def sums_of(x: jax.Array, size: int) -> jax.Array:
     return jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], -1, size), axis=-1).T
 
 
-def indices(tile: Int, count: int) -> jax.Array:
-    """Indices int32[count] of one tile of `count` rows or columns."""
-    return tile * count + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
-
-
 def rows_from(first: Int, count: int, num_rows: int) -> jax.Array:
     """Rows int32[count] from `first` on; those beyond the last are the last."""
-    return jnp.minimum(first + indices(0, count), num_rows - 1)
+    return jnp.minimum(first + iota(count), num_rows - 1)
 
 
 def split(total: int, parts: int, part: Int) -> tuple[Int, Int]:
@@ -507,7 +502,7 @@ class _Product:
         if first == weights.num_inputs:
             return accs
         num_chunks = -(-(weights.num_inputs - first) // CHUNK)
-        steps = jax.lax.broadcasted_iota(jnp.int32, (CHUNK,), 0)
+        steps = iota(CHUNK)
         dtype, is_mxfp4 = self.columns.dtype, weights.is_mxfp4
         ones = jnp.ones((self.shape[0], CHUNK), self.columns.dtype)
 
@@ -556,7 +551,7 @@ class _Product:
         self, accs: list[jax.Array], k: Int, count: int, *, whole: bool
     ) -> list[jax.Array]:
         x = self.columns.load(k, count)
-        inputs = k + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
+        inputs = k + iota(count)
         inputs = inputs if whole else jnp.minimum(inputs, self.weights.num_inputs - 1)
         added = []
         for rows, acc in zip(self.rows, accs, strict=True):

@@ -1,7 +1,7 @@
 """Claims of a paper by the study model's rows, under bars written before, and all its rows.
 
-The study model is the third that was made. Of the fourth, fifth and sixth are the tasks; of the first
-are the quantizers' rows. What the third lacks is of the fourth, what the first lacks of the fifth.
+The study model is the third that was made. The fourth, fifth and sixth have the tasks, the first
+the quantizers' rows. What the third lacks is of the fourth, what the first lacks of the fifth.
 """
 
 import dataclasses
