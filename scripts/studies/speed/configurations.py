@@ -15,8 +15,7 @@ QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
 BUDGETS = (6.0, 8.0, 12.0, 16.0, 24.0)  # GiB
 CACHE_RATES = (0.75, 0.5, 0.375)
 _PROMOTIONS = "period=64"
-_DYMOE = "retention=0.75,prefetch=0"
-_AHEAD = "retention=0.75,prefetch=-1"
+_DYMOE, _AHEAD = "retention=0.75,prefetch=0", "retention=0.75,prefetch=-1"
 
 
 def flags_of(**values: object) -> Words:
@@ -41,11 +40,12 @@ DECIDE: Methods = {
         "compose", "int4", f"parts=dymoe+buddymoe,{_DYMOE},low=skip,rho=3"
     ),
 }
-# Table 3 of DyMoE; look-ahead in prompts alone and planes are no rows of the paper.
+# Table 3 of DyMoE; look-ahead in prompts alone or nowhere and planes are no rows of the paper.
 _TABLE_3: Methods = {
     "load on demand": flags_of(memory__slots=0, budgets="(16,)"),  # alike under any
     "cache": (),
     "cache, 4/2": _policy("dymoe", "int4,int2", _DYMOE),
+    "cache, 4/0": _policy("dymoe", "int4", f"{_DYMOE},low=skip"),
     "cache, 4/0, prefetch in prompts": _policy(
         "dymoe", "int4", f"{_AHEAD},low=skip", memory__prefetch_in="prefill"
     ),
@@ -103,6 +103,7 @@ def _buddymoe(num_experts: int) -> Methods:
         for name, ahead in (("original", 0), ("original, prefetch", 2)):
             found[f"{name}, c {rate:g}"] = flags_of(memory__slots=slots, memory__prefetch=ahead)
         for name, policy, settings in (  # Algorithm 1 as printed
+            ("original, residents of a profile", "buddymoe", "keep_fetched=False,rho=0"),
             ("random", "scripts.studies.buddymoe.controls:RandomExpert", "keep_fetched=False"),
             ("co-activation", "buddymoe", "keep_fetched=False"),
             ("co-activation, rho 3", "buddymoe", "keep_fetched=False,rho=3"),

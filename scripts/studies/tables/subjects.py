@@ -18,7 +18,6 @@ from scripts.studies.tables.rows import Found, Results
 
 STUDY, FIRST, DEMO = "study3", "study", "demo"
 FOURTH, FIFTH, SIXTH = OF_TASKS = "study4", "study5", "study6"
-# The first one that has rows counts.
 NAMES = {
     STUDY: "the study model", FOURTH: "the fourth study model", FIFTH: "the fifth study model",
     SIXTH: "the sixth study model", FIRST: "the first study model", DEMO: "the demo model",
