@@ -22,6 +22,7 @@ from scripts.studies.peers.servers import LEAST_ID, MOST_ID, complete
 
 LONG_TOKENS = 500
 NUM_FIRST = 8  # tokens of an answer alone where rounding changes what follows
+NUM_TALKS = 9  # of two turns
 Figures = dict[str, tuple[float, str]]
 
 
@@ -58,13 +59,12 @@ def make_mix(server: Server, count: int, history: int, *, is_exact: bool) -> Mix
         num_new = rng.randint(200, 500) if i // 4 % 4 == i % 4 else rng.randint(8, 32)
         cases.append(case_of([rng.randint(LEAST_ID, MOST_ID) for _ in range(length)], num_new))
     prompt = [7, 8, 9, 10, 11, 12, 13, 14]
-    turn = [3 + i * i % 997 for i in range(history)]
-    next_turn = [*turn, *[5] * 20]
     # Not asked here, since they must be new to the server: only their lengths are known.
     body = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
     turns = [
         Case("/v1/completions", {**body, "prompt": one}, (Choice("", "length"),), 4, is_exact=False)
-        for one in (turn, next_turn)
+        for turn in ([3 + (n + i * i) % 997 for i in range(history)] for n in range(NUM_TALKS))
+        for one in (turn, [*turn, *[5] * 20])
     ]
     return Mix(cases, case_of(prompt, 8), case_of(prompt[::-1], LONG_TOKENS), turns)
 
@@ -129,7 +129,7 @@ def run_short(
     tally.faults += [*beside.faults, *talk.faults]
     call_ms = 1e3 * statistics.median(beside.seconds) / LONG_TOKENS * call_steps
     ttft, history = tally.first_seconds, len(mix.turns[0].body["prompt"])
-    first_s, next_s = talk.first_seconds
+    first_s, next_s = (statistics.median(talk.first_seconds[turn::2]) for turn in range(2))
     return {
         f"a decode call of {call_steps} steps beside long answers": (call_ms, "ms"),
         "TTFT of a short answer beside long ones p50": (1e3 * percentile(ttft, 50), "ms"),

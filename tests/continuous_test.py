@@ -143,17 +143,18 @@ class AloneTest(parameterized.TestCase):
         batch = running(runner, pages=Pages(8, PAGE))
         joined, take = [], batch.pool.take
 
-        def taken(prompt: list[int], *rest: Any) -> Any:
-            found = take(prompt, *rest)
-            joined.append((len(prompt), found is not None))
-            return found
+        def taken(found: Any, num_shared: int, limit: int) -> Any:
+            pages = take(found, num_shared, limit)
+            joined.append((limit, pages is not None))
+            return pages
 
         self.assertEqual(batch.num_free, 3)
         with mock.patch.object(batch.pool, "take", taken):
             found = answers(batch, rows, every=0)
         self.assertEqual(found, [alone(runner, *row) for row in rows])
-        self.assertIn((90, False), joined)
-        self.assertEqual([n for n, has in joined if has], [len(prompt) for prompt, _ in rows])
+        limits = [min(len(prompt) + how.max_new_tokens - 1, 100) for prompt, how in rows]
+        self.assertIn((100, False), joined)
+        self.assertEqual([limit for limit, has in joined if has], limits)
         self.assertEqual((batch.pool.num_used, batch.num_free), (0, 3))
         self.assertGreater(batch.pool.num_kept, 0)
         with self.assertRaisesRegex(ValueError, "7 pages: a row of 100 slots takes 7"):

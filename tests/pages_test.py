@@ -187,7 +187,7 @@ class StepTest(HostTestCase):
 
 
 def taken(pool: _PagePool, prompt: list[int], limit: int) -> _RowPages | None:
-    return pool.take(prompt, pool.num_found(prompt), limit)
+    return pool.take(*pool.find(prompt), limit)
 
 
 class PoolTest(absltest.TestCase):
@@ -196,11 +196,11 @@ class PoolTest(absltest.TestCase):
         first = taken(pool, prompt, 14)
         assert first is not None
         self.assertEqual((first.num_shared, len(first.numbers), first.source), (0, 4, []))
-        self.assertEqual(pool.num_found(prompt), 0)  # nobody knows whether it is finite
+        self.assertEqual(pool.find(prompt)[1], 0)  # nobody knows whether it is finite
         pool.hold(first, prompt)
         pool.hold(first, [77])
-        self.assertEqual(pool.num_found([*prompt, 77, 5]), 11)
-        self.assertEqual(pool.num_found(prompt), 9)  # its last token must be run
+        self.assertEqual(pool.find([*prompt, 77, 5])[1], 11)
+        self.assertEqual(pool.find(prompt)[1], 9)  # its last token must be run
         second = taken(pool, [*prompt, 78], 12)
         assert second is not None
         self.assertEqual((second.num_shared, second.source), (10, first.numbers[:3]))
@@ -212,7 +212,7 @@ class PoolTest(absltest.TestCase):
         self.assertEqual((pool.num_used, pool.num_kept), (3, 1))  # one had no tokens
         pool.release(second)
         self.assertEqual((pool.num_used, pool.num_kept), (0, 3))
-        self.assertEqual(pool.num_found([*prompt, 77, 5]), 11)
+        self.assertEqual(pool.find([*prompt, 77, 5])[1], 11)
 
     def test_what_was_used_longest_ago_is_given_away_first_from_its_end(self):
         pool = _PagePool(Pages(6, 4))
@@ -226,8 +226,8 @@ class PoolTest(absltest.TestCase):
         assert again is not None
         pool.release(again)
         self.assertIsNotNone(taken(pool, [7] * 8, 12))  # a free one, and two of those
-        self.assertEqual(pool.num_found([*range(100, 109), 1]), 4)
-        self.assertEqual(pool.num_found([*range(9), 1]), 8)
+        self.assertEqual(pool.find([*range(100, 109), 1])[1], 4)
+        self.assertEqual(pool.find([*range(9), 1])[1], 8)
 
     def test_a_row_waits_until_its_pages_are_there(self):
         pool = _PagePool(Pages(5, 4))

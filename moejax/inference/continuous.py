@@ -74,16 +74,27 @@ class _PagePool:
         """Pages of rows that run."""
         return self.number - len(self._free) - len(self._kept)
 
-    def num_found(self, prompt: Sequence[int]) -> int:
-        """Counts tokens of a prompt's beginning that pages hold; its last one must be run."""
-        return self._find(prompt)[1]
+    def find(self, prompt: list[int]) -> tuple[list[_Held], int]:
+        """Pages that hold most of a prompt's beginning, but for its last token; how many tokens."""
+        path: list[_Held] = []
+        at, found = self._root, 0
+        while True:
+            part = prompt[found : found + self._size + 1]
+            beside = at.after.get(part[0], [])
+            shared = [_num_shared(part, held.tokens) for held in beside]
+            count = max(shared, default=0)
+            if count:
+                at, found = beside[shared.index(count)], found + count
+                path.append(at)
+            if count < self._size:
+                return path, found
 
-    def take(self, prompt: Sequence[int], num_shared: int, limit: int) -> _RowPages | None:
+    def take(self, found: list[_Held], num_shared: int, limit: int) -> _RowPages | None:
         """Gives a row its pages for `limit` tokens; None: not so many are there.
 
-        `num_shared` tokens of its prompt are as they were found.
+        It shares `num_shared` tokens of the pages that were `found`: all that they hold, or none.
         """
-        path = self._find(prompt[: num_shared + 1])[0]
+        path = found if num_shared else []
         for held in path:  # before others are given away
             self._use(held)
         num_whole = num_shared // self._size
@@ -150,21 +161,6 @@ class _PagePool:
         own = [page for i, page in enumerate(row.numbers) if held[i : i + 1] != [page]]
         self._free += reversed(own)
 
-    def _find(self, prompt: Sequence[int]) -> tuple[list[_Held], int]:
-        """Pages that hold most of a prompt's beginning, and how many tokens."""
-        path: list[_Held] = []
-        at, found = self._root, 0
-        while True:
-            part = prompt[found : found + self._size + 1]
-            beside = at.after.get(part[0], [])
-            shared = [_num_shared(part, held.tokens) for held in beside]
-            count = max(shared, default=0)
-            if count:
-                at, found = beside[shared.index(count)], found + count
-                path.append(at)
-            if count < self._size:
-                return path, found
-
     def _use(self, held: _Held) -> None:
         self._kept.pop(held, None)
         held.num_users += 1
@@ -186,10 +182,10 @@ class _PagePool:
         return held.page
 
 
-def _num_shared(prompt: Sequence[int], tokens: Sequence[int]) -> int:
+def _num_shared(prompt: list[int], tokens: list[int]) -> int:
     """Counts tokens of a prompt's beginning that others begin with; its last one must be run."""
     most = min(len(prompt) - 1, len(tokens))
-    if list(prompt[:most]) == list(tokens[:most]):
+    if prompt[:most] == tokens[:most]:
         return most
     return bisect.bisect_left(range(most), 1, key=lambda n: prompt[: n + 1] != tokens[: n + 1])
 
@@ -455,11 +451,11 @@ class ContinuousBatch:
                 break
             if row.leader is not None and row.leader.is_starting:
                 continue
-            lane, row.num_shared = self._shared(row.prompt, free)
+            lane, found, row.num_shared = self._shared(row.prompt, free)
             row.leader = self._leader(row)
             if row.leader is not None:
                 continue
-            row.pages = self.pool.take(row.prompt, row.num_shared, row.limit)
+            row.pages = self.pool.take(found, row.num_shared, row.limit)
             if row.pages is None:
                 self._lacks_pages = True
                 break
@@ -490,22 +486,25 @@ class ContinuousBatch:
                     best, most = other, saved
         return best
 
-    def _shared(self, prompt: Sequence[int], free: Sequence[_Lane]) -> tuple[_Lane, int]:
-        """The free lane in which a prompt should run, and its first tokens that pages hold.
+    def _shared(self, prompt: list[int], free: Sequence[_Lane]) -> tuple[_Lane, list[_Held], int]:
+        """The free lane in which a prompt should run; pages of its first tokens, and how many.
 
         A delta rule's state is that after the last token of the lane's row: it serves with all of
         them or not at all.
         """
         oldest = min(free, key=lambda lane: lane.last_used)
         if not self._shares_prefixes:
-            return oldest, 0
+            return oldest, [], 0
         if self._forgets:
-            return oldest, self._worth(self.pool.num_found(prompt))
+            found, count = self.pool.find(prompt)
+            return oldest, found, self._worth(count)
         for lane in sorted(free, key=lambda lane: -len(lane.tokens)):
             count = self._worth(_num_shared(prompt, lane.tokens))
-            if 0 < count == len(lane.tokens) == self.pool.num_found(prompt[: count + 1]):
-                return lane, count
-        return oldest, 0
+            if 0 < count == len(lane.tokens):
+                found, num_found = self.pool.find(prompt[: count + 1])
+                if num_found == count:
+                    return lane, found, count
+        return oldest, [], 0
 
     def _worth(self, num_shared: int) -> int:
         """Tokens to share: less than the smallest chunk, such as a first token, saves nothing."""

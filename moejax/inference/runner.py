@@ -353,10 +353,11 @@ class Runner:
             raise ValueError("routing is recorded of batches whose rows begin together")
         cache_length, table = session.state.cache.length, session.state.cache.table
         assert table is not None
+        seen = prompt if session.penalizes else []  # else the program does not read it
         numbers = [start, len(prompt), lane, limit, np.uint32(seed).view(np.int32)]
         packed = [
             np.asarray(numbers, np.int32), *slice_tokens([source, pages], 0, table.shape[1]),
-            *slice_tokens([prompt], 0, cache_length, self.config.vocab_size),
+            *slice_tokens([seen], 0, cache_length, self.config.vocab_size),
             *slice_tokens([prompt], start, size),
         ]  # fmt: skip
         self._row_step(

@@ -444,7 +444,7 @@ class _PromptChunk(NamedTuple):
     lane: jax.Array  # int32[], the row's
     source: jax.Array  # int32[n], pages that hold the prompt's tokens before `chunk.start`
     pages: jax.Array  # int32[n], the row's: those before that position's as in `source`
-    prompt: jax.Array  # int32[S], the whole prompt, padded with the vocabulary's size
+    prompt: jax.Array  # int32[S], for the penalty alone, padded with the vocabulary's size
     seed: jax.Array  # uint32[]
     limit: jax.Array  # int32[], of `DecodeState.limits`
 

@@ -273,14 +273,9 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
     for one in given:
         if isinstance(one, str):
             fields.checked_text("prompt", one)
-        elif not isinstance(one, list) or not _are_ids(one):
+        elif not isinstance(one, list) or not {*map(type, one)} <= {int}:
             fields.wrong_type("prompt", one, "a string, token ids, or a list of them")
     return given
-
-
-def _are_ids(given: list[Any]) -> bool:
-    are_integers = {*map(type, given)} <= {int}
-    return are_integers and (not given or max(max(given), -min(given)) < 2**31)
 
 
 def _messages(fields: Fields) -> list[dict[str, str]]:
