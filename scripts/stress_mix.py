@@ -4,8 +4,8 @@ Each is asked alone first, which says what its answer is. Then clients ask again
 have their answers: three prompts in four have 16 to 64 tokens and the others 500 to 1,000, three
 answers in four 8 to 32 and the others 200 to 500; half of them stream. Then 500-token answers run
 in all lanes but one, while a client streams short ones, one after the other: their TTFT counts in
-decode calls, whose time is that of some steps of the long answers. Last, a long prompt is streamed,
-and one that continues it.
+decode calls, whose time is that of some steps of the long answers. Last, long prompts are streamed,
+each before one that continues it; their medians count.
 """
 
 import itertools
@@ -107,8 +107,8 @@ def run_mix(
 def run_short(
     server: Server, tally: Tally, mix: Mix, *, lanes: int, num_short: int, call_steps: int
 ) -> Figures:
-    """Streams short answers while long ones run in all lanes but one, then two turns alone."""
-    enough, beside, talk = threading.Event(), Tally(), Tally()
+    """Streams short answers while long ones run in all lanes but one, then talks of two turns."""
+    enough, beside, talks = threading.Event(), Tally(), (Tally(), Tally())
 
     def keep_busy() -> None:
         while not enough.is_set():
@@ -124,12 +124,12 @@ def run_short(
     enough.set()
     for thread in threads:
         thread.join()
-    for turn in mix.turns:
+    for turn, talk in zip(mix.turns, itertools.cycle(talks), strict=False):
         Client(server.port, mix.turns, talk, 0).ask(turn, stream=True)
-    tally.faults += [*beside.faults, *talk.faults]
+    tally.faults += [fault for of in (beside, *talks) for fault in of.faults]
     call_ms = 1e3 * statistics.median(beside.seconds) / LONG_TOKENS * call_steps
     ttft, history = tally.first_seconds, len(mix.turns[0].body["prompt"])
-    first_s, next_s = (statistics.median(talk.first_seconds[turn::2]) for turn in range(2))
+    first_s, next_s = (statistics.median(talk.first_seconds) for talk in talks)
     return {
         f"a decode call of {call_steps} steps beside long answers": (call_ms, "ms"),
         "TTFT of a short answer beside long ones p50": (1e3 * percentile(ttft, 50), "ms"),

@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from moejax.models.shapes import SHAPES as MODELS
 from pallas_kernels import dequant_matmul as package
 from pallas_kernels import launch
-from pallas_kernels.dequant_matmul import mosaic
+from pallas_kernels.dequant_matmul import low_rank, mosaic
 from pallas_kernels.mosaic_decode import launch_blocks
 from pallas_kernels.packed import plain
 from pallas_kernels.target import SIMULATED, Target, current_target
@@ -120,6 +120,14 @@ class ContractTest(HostTestCase, KernelTestCase):
         case = HOST_CASES[name]
         operands = random_operands(case, seed(kernel + name))
         found = self.interpreted(kernel, operands, case)
+        self.assertIsNone(violation(found, operands, case))
+
+    @pytest.mark.slow
+    def test_few_programs_add_several_tiles_of_large_ranks(self):
+        case = CASES["low_rank_large_blocks"]._replace(rows=3)
+        operands = random_operands(case, seed(self.id()))
+        with mock.patch.object(low_rank, "U_PROGRAMS", 14):  # two parts of the blocks
+            found = self.interpreted("triton", operands, case)
         self.assertIsNone(violation(found, operands, case))
 
     @slow.repeats()

@@ -32,6 +32,9 @@ Ref = Any
 MAX_FEW_ROWS = triton_low_rank.MAX_SPLIT_COLUMNS  # of x
 THIN_ROWS = 32  # of x, that a program of the thin products holds
 NUM_WARPS = 2
+# Of U, at least, where the rank has so many tiles: fewer leave processors idle, more take memory
+# for parts of the sum.
+U_PROGRAMS = 512
 
 
 def are_fused(low_rank: Sequence[LowRank]) -> bool:
@@ -53,8 +56,9 @@ def with_terms(
     num_rows, num_outputs = y.shape
     thin = thin_products(x, slot, low_rank, interpret)
     block_m = max(8, power_above(num_rows))
-    # Of the rank that a program adds: few, to be many programs, unless parts would take memory.
-    tiles = max(1, block_m // 8)
+    num_blocks = sum(map(_num_blocks, low_rank))
+    most = -(-max(terms.max_rank for terms in low_rank) // triton_low_rank.TILE)
+    tiles = -(-most // max(1, U_PROGRAMS // (num_blocks * max(1, block_m // 16))))
     is_there, spans = _parts_of(low_rank, tiles * triton_low_rank.TILE, num_outputs)
     leaves, treedef = jax.tree.flatten((slot, low_rank, thin))
     parts = launch.triton_call(
@@ -62,7 +66,7 @@ def with_terms(
             _u_body, treedef=treedef, spans=spans, tiles=tiles, block_m=block_m, interpret=interpret
         ),
         name=f"dequant_matmul_u_{low_rank[0].u.describe().replace(' ', '_')}_m{block_m}",
-        grid=(sum(map(_num_blocks, low_rank)), max(map(len, spans))),
+        grid=(num_blocks, max(map(len, spans))),
         out_shape=jax.ShapeDtypeStruct((len(is_there), num_rows, num_outputs), jnp.float32),
         num_warps=2 * NUM_WARPS,
         num_stages=1,

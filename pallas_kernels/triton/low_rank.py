@@ -4,7 +4,6 @@ The thin products lie in float32 [parts, M, R'], where the terms of a matrix fol
 padded to a multiple of `TILE`; parts are those of K, added in order where they are used.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,21 +91,27 @@ def add_tile(
     columns: jax.Array,  # int32[columns], rows of `thin`
     columns_mask: jax.Array,  # bool[columns]
     *,
+    is_met: bool | jax.Array = True,
     interpret: bool,
 ) -> jax.Array:
-    """Adds U (V x) of one term and `TILE` of its ranks to `acc`."""
-    r = tile * TILE + iota(TILE)
-    used = r < terms.rank[slot]
-    u = jnp.where(used[:, None], values(terms.start[slot] + jnp.where(used, r, 0)), 0.0)
-    mask = columns_mask[:, None] & used[None, :]
-    total = jnp.zeros((columns.shape[0], TILE), jnp.float32)
-    for part in range(thin.shape[0]):
-        view = thin.at[part, columns[:, None], (first + r)[None, :]]
-        total = total + pltriton.load(view, mask=mask, other=0.0)
-    # Three products of bfloat16 parts: what they drop is 2^-16 of the term.
-    three = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-    precision = jax.lax.Precision.HIGHEST if interpret else three
-    return acc + pltriton.dot(u.T, total.T, precision=precision)
+    """Adds U (V x) of one term and `TILE` of its ranks to `acc`, if the matrix has any of them."""
+    rank = terms.rank[slot]
+
+    def add(acc: jax.Array) -> jax.Array:
+        r = tile * TILE + iota(TILE)
+        used = r < rank
+        u = jnp.where(used[:, None], values(terms.start[slot] + jnp.where(used, r, 0)), 0.0)
+        mask = columns_mask[:, None] & used[None, :]
+        total = jnp.zeros((columns.shape[0], TILE), jnp.float32)
+        for part in range(thin.shape[0]):
+            view = thin.at[part, columns[:, None], (first + r)[None, :]]
+            total = total + pltriton.load(view, mask=mask, other=0.0)
+        # Three products of bfloat16 parts: what they drop is 2^-16 of the term.
+        three = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+        precision = jax.lax.Precision.HIGHEST if interpret else three
+        return acc + pltriton.dot(u.T, total.T, precision=precision)
+
+    return jax.lax.cond(is_met & (tile * TILE < rank), add, lambda acc: acc, acc)
 
 
 def add_terms(
@@ -138,12 +143,10 @@ def add_terms(
 
         # Not a loop: Triton would keep several of its turns in shared memory.
         for tile in range(thin_rows([terms]) // TILE):
-            run = functools.partial(
-                add_tile, terms=terms, slot=slot, tile=tile, values=values, thin=thin, first=first,
-                columns=columns, columns_mask=columns_mask, interpret=interpret,
+            acc = add_tile(
+                acc, terms, slot, tile, values, thin, first, columns, columns_mask, is_met=is_met,
+                interpret=interpret,
             )  # fmt: skip
-            is_used = is_met & (tile * TILE < terms.rank[slot])
-            acc = jax.lax.cond(is_used, run, lambda acc: acc, acc)
         return acc
 
     first = 0
