@@ -481,6 +481,16 @@ class PrefixTest(parameterized.TestCase):
         self.assertEqual(batch.counts.prefix_tokens, shared + (0 if is_delta else len(prompt)))
 
     @pytest.mark.slow
+    def test_a_state_serves_no_turn_once_some_of_its_pages_are_gone(self):
+        runner, prompt = resident_runner(KINDS["delta"]), rows_of()[3][0]
+        batch = running(runner, sizes=ONE_SIZE, pages=Pages(8, PAGE))
+        turn = [*prompt, *one_row(batch, prompt, max_new_tokens=9), 5]
+        one_row(batch, rows_of()[1][0][:80], max_new_tokens=9)  # takes two of three
+        expected = alone(runner, turn, GenerationSettings(max_new_tokens=9))
+        self.assertEqual(one_row(batch, turn, max_new_tokens=9), expected)
+        self.assertEqual(batch.counts.prefix_tokens, 0)
+
+    @pytest.mark.slow
     def test_no_keys_are_shared_that_the_length_of_a_prompt_turns(self):
         scaling = RopeScaling(kind="dynamic", factor=2.0, original_positions=64)
         layer = {"num_layers": 1, "moe_layers": (0,), "rope_scaling": scaling}
