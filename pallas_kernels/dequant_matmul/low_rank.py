@@ -32,8 +32,8 @@ Ref = Any
 MAX_FEW_ROWS = triton_low_rank.MAX_SPLIT_COLUMNS  # of x
 THIN_ROWS = 32  # of x, that a program of the thin products holds
 NUM_WARPS = 2
-# Of U, at least, where the rank has so many tiles: fewer leave processors idle, more take memory
-# for parts of the sum.
+# Programs of U at most, unless it has more blocks: enough to fill a device, and their parts of the
+# sum take little memory.
 U_PROGRAMS = 512
 
 
