@@ -267,6 +267,10 @@ class Batcher:
             self._metrics.ttft.observe(now - row.arrived)
             self._metrics.prompt_tokens.inc(len(row.prompt))
         self._metrics.generated_tokens.inc(len(piece.tokens))
+        num_tokens = row.num_tokens + len(piece.tokens)
+        if piece.finish_reason and num_tokens > 1 and row.first_token_at is not None:
+            # Before the client has its answer, and may read the metrics.
+            self._metrics.tpot.observe((now - row.first_token_at) / (num_tokens - 1))
         told = piece.logprobs if row.wants_logprobs else ()
         row.tell(
             AnswerPart(
@@ -276,8 +280,6 @@ class Batcher:
         )  # fmt: skip
         if piece.error:
             row.fail(_engine_failed(piece.error))
-        if piece.finish_reason and row.num_tokens > 1 and row.first_token_at is not None:
-            self._metrics.tpot.observe((now - row.first_token_at) / (row.num_tokens - 1))
 
 
 def _engine_failed(why: str) -> ApiError:
