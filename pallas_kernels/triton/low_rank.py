@@ -142,7 +142,7 @@ def add_terms(
             return jnp.where(inside[None, :], u, 0.0)
 
         # Not a loop: Triton would keep several of its turns in shared memory.
-        for tile in range(thin_rows([terms]) // TILE):
+        for tile in range(_padded(terms) // TILE):
             acc = add_tile(
                 acc, terms, slot, tile, values, thin, first, columns, columns_mask, is_met=is_met,
                 interpret=interpret,
@@ -154,7 +154,7 @@ def add_terms(
         is_met = (within[0] < terms.first_row + terms.num_rows) & (terms.first_row < within[1])
         if is_met is not False:
             acc = with_term(acc, terms, first, is_met)
-        first += thin_rows([terms])
+        first += _padded(terms)
     return acc
 
 
