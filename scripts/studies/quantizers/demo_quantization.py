@@ -47,6 +47,7 @@ _LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _TEXT = flags.DEFINE_string("text", None, "UTF-8 text to score, plain or .xz", required=True)
 _WINDOWS = flags.DEFINE_integer("windows", 0, "score only so many windows, spread; 0: all")
 _SAMPLES = flags.DEFINE_integer("samples", 128, "samples of calibration at most")
+_CALIBRATION = flags.DEFINE_string("calibration", "default", "text, as moejax.quantize takes it")
 _SECTIONS = flags.DEFINE_list("sections", ["table", "ranks", "policies"], "what to measure")
 _ONLY = flags.DEFINE_multi_string("only", [""], "rows whose label holds this, and HQQ's, in order")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to; what it has is kept")
@@ -74,7 +75,8 @@ def measured(bench: Bench, recipe: Recipe) -> tuple[Figures, dict[str, Any]]:
     if recipe == FULL:
         figures, scored = {}, bench.score(_CHECKPOINT.value)
     else:
-        with bench.quantized(_SAMPLES.value, recipe.settings()) as (folder, outcome):
+        settings = recipe.settings() | {"calibration": _CALIBRATION.value}
+        with bench.quantized(_SAMPLES.value, settings) as (folder, outcome):
             scored, totals = bench.score(folder), outcome.totals
         figures = {
             "bits per weight": (totals["quantized_bits_per_weight"], "bits"),
