@@ -47,9 +47,6 @@ _DOUBTS = {
     "buddies of the same origin are not what it rests on": (
         NOT_MET, "some random experts are of the same origin (a quarter on the first model), "
         "which these buddies are not, so that the null has what was taken from them"),
-    "better than GPTQ and HQQ in INT3": (
-        MET, "GPTQ had 32 samples of text where its authors take 128, and for 40 matrices too "
-        "little of it"),
 }  # fmt: skip
 _MADE = re.compile(r"<!-- made: .*?<!-- end -->", re.DOTALL)
 
@@ -66,8 +63,10 @@ def regions(results: Results, page: str) -> dict[str, str]:
     counts = {name: Counter(last.findall(text)) for name, text in written.items()}
     windows = subjects.by_window(results)
     documents = [subjects.by_document(results, of) for of in subjects.OF_TASKS]
-    quantized = subjects.by_window(results, subjects.FIRST, " | perplexity")
-    kilobytes = [int(n) for name in quantized for n in re.findall(r"within (\d+) KB", name)]
+    quantized = [
+        subjects.by_window(results, of, " | perplexity") for of in (subjects.SIXTH, subjects.FIRST)
+    ]
+    kilobytes = [int(n) for name in quantized[0] for n in re.findall(r"within (\d+) KB", name)]
     milo = recipes.claims(next(iter(kilobytes), recipes.DEMO_KB))
     for name, title in TITLES.items():
         runs, label = Runs(), subjects.FIRST if name == "milo" else subjects.STUDY
@@ -78,7 +77,7 @@ def regions(results: Results, page: str) -> dict[str, str]:
         for found, bars, unit in (
             ([windows], [*_CLAIMS.get(name, ()), *distances], "Nats a token"),
             (documents, of_tasks, "Share of wrong answers"),
-            ([quantized], milo if name == "milo" else (), "Nats a token"),
+            (quantized, milo if name == "milo" else (), "Nats a token"),
         ):
             judged, without = subjects.claims(found, runs, bars, unit, _DOUBTS)
             claims, missing = claims + judged, missing + without
@@ -87,7 +86,7 @@ def regions(results: Results, page: str) -> dict[str, str]:
         made[f"{name} claims"] = markdown_table(head, claims)
         said = f" {len(missing)} of {len(claims) + len(missing)} bars, {NOT_MEASURED}: "
         made[f"{name} missing"] = f"{said}{'; '.join(missing) or 'none'}."
-        labels = (label, subjects.FIFTH) if name == "milo" else (label,)
+        labels = (label, subjects.FIFTH, subjects.SIXTH) if name == "milo" else (label,)
         made[f"{name} study"] = "\n\n".join(
             subjects.tables(results, runs, _SECTIONS[name], of) for of in labels
         )

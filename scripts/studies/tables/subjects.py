@@ -1,7 +1,8 @@
 """Claims of a paper by the study model's rows, under bars written before, and all its rows.
 
-The study model is the third that was made. The fourth, fifth and sixth have the tasks, the first
-the quantizers' rows. What the third lacks is of the fourth, what the first lacks of the fifth.
+The study model is the third that was made. The fourth, fifth and sixth have the tasks, the sixth
+and the first the quantizers' rows. What the third lacks is of the fourth, what those lack of the
+fifth.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ NAMES = {
     STUDY: "the study model", FOURTH: "the fourth study model", FIFTH: "the fifth study model",
     SIXTH: "the sixth study model", FIRST: "the first study model", DEMO: "the demo model",
 }  # fmt: skip
-_INSTEAD = {STUDY: FOURTH, FIRST: FIFTH}  # whose rows stand in for those that a model lacks
+_INSTEAD = {STUDY: FOURTH, FIRST: FIFTH, SIXTH: FIFTH}  # whose rows stand in for those that a model lacks
 
 
 class Measured(NamedTuple):
