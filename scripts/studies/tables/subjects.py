@@ -1,8 +1,7 @@
 """Claims of a paper by the study model's rows, under bars written before, and all its rows.
 
-The study model is the third that was made. The fourth, fifth and sixth have the tasks, the sixth
-and the first the quantizers' rows. What the third lacks is of the fourth, what those lack of the
-fifth.
+The study model is the third that was made. The fourth, fifth and sixth have the tasks, the first
+and the sixth the quantizers' rows. What the third lacks is of the fourth, the first of the fifth.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ NAMES = {
     STUDY: "the study model", FOURTH: "the fourth study model", FIFTH: "the fifth study model",
     SIXTH: "the sixth study model", FIRST: "the first study model", DEMO: "the demo model",
 }  # fmt: skip
-_INSTEAD = {STUDY: FOURTH, FIRST: FIFTH, SIXTH: FIFTH}  # whose rows stand in for those that a model lacks
+_INSTEAD = {STUDY: FOURTH, FIRST: FIFTH}  # whose rows stand in for those that a model lacks
 
 
 class Measured(NamedTuple):
@@ -38,7 +37,7 @@ def by_window(results: Results, label: str = STUDY, end: str = "") -> dict[str, 
     """Nats of a model's windows, by the rows' names without the model and `end`."""
     return {
         match[1]: Measured(one.more["nats"], (one,), of)
-        for of in (_INSTEAD[label], label)
+        for of in (_INSTEAD.get(label, label), label)
         for match, one in results.every(rf"{of} \| (.*){re.escape(end)}")
         if "nats" in one.more
     }
