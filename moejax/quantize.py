@@ -16,6 +16,7 @@ from absl import flags
 from moejax import cli
 from moejax.config.commands import CODE_BITS, FACTOR_BITS, RANK_DIVISOR, QuantizeConfig
 from moejax.errors import MoejaxError
+from moejax.text.corpus import load_text
 
 if TYPE_CHECKING:  # it imports JAX
     from moejax.quantization.pipeline.run import Outcome
@@ -90,13 +91,8 @@ def _given(value: int | None, default: int) -> int:
 
 
 def _read_text(name: str) -> str | None:
-    """Reads a UTF-8 file; None for the text that ships."""
-    if name == "default":
-        return None
-    try:
-        return cli.user_path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise MoejaxError(f"calibration text {name}: {error}") from error
+    """Reads a UTF-8 file, plain or packed; None for the text that ships."""
+    return None if name == "default" else load_text(str(cli.user_path(name)), "none").content
 
 
 COMMAND = cli.Command(

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import lzma
 import pathlib
 import tempfile
 from unittest import mock
@@ -85,6 +86,18 @@ class QuantizeMainTest(FolderTestCase):
         with self.assertRaisesRegex(MoejaxError, "passes=0 must be at least 1"):
             quantize.run(dataclasses.replace(config, passes=0))
 
+    def test_calibration_text_may_be_packed(self):
+        path = self.directory / "text.txt.xz"
+        path.write_bytes(lzma.compress("Fünf Wörter".encode()))
+        with mock.patch.object(pipeline, "quantize_checkpoint") as started:
+            quantize.run(
+                QuantizeConfig(
+                    checkpoint=str(self.source), output=str(self.output), calibration=str(path),
+                    platform="cpu",
+                )
+            )  # fmt: skip
+        self.assertEqual(started.call_args.args[0].calibration_text, "Fünf Wörter")
+
     @parameterized.parameters(
         (["--config.group_size=-1"], "group_size=-1 must be 0 (per channel) or positive"),
         (["--config.method=rtn", "--config.group_size=128"], "group_size 128 does not fit K = 64"),
@@ -97,6 +110,7 @@ class QuantizeMainTest(FolderTestCase):
         (["--config.checkpoint="], "checkpoint='' must be a name"),
         (["--config.checkpoint=/no/such/place"], "no such directory: /no/such/place"),
         (["--config.platform=tpu"], "platform 'tpu' is none of"),
+        (["--config.calibration=/no/such"], "there is no text file /no/such"),
         (["--config.planes=2,4", "--config.bits=4"], "bits=4 beside planes=2,4"),
         (["--config.plane_weight=0.5"], "plane_weight=0.5 weighs widths of bit planes"),
         (["--config.rank_divisor=2"], "rank_divisor=2 is of milo's compensators of bit planes"),

@@ -338,7 +338,8 @@ class QuantizeConfig(RunConfig):
     )
     calibration: str = option(
         "default",
-        "text for gptq, autoround and Frequency-r: default (the one that ships), or a file",
+        "text for gptq, autoround and Frequency-r: default (the one that ships), or a UTF-8 file "
+        "(.txt, .xz, .gz)",
         needed="'default' or a text file",
     )
     calibration_samples: int = option(
