@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from absl.testing import absltest
 
+from scripts import house
 from scripts.documents import commands
 from tests.script_runs import run_file
 from tests.source_files import ROOT, source_files, statements
@@ -49,6 +50,12 @@ def unnamed(path: Path, said: set[str], used: set[str]) -> bool:
 
 
 class ScriptsTest(absltest.TestCase):
+    @pytest.mark.slow
+    def test_a_token_passes_few_files(self):
+        found = {name: len(house.files_of_a_token(**load)) for name, load in house.loads().items()}
+        for name, most in (("resident", 30), ("slots", 40), ("a policy", 50)):
+            self.assertLessEqual(found[name], most, name)
+
     def test_every_script_is_named_or_used(self):
         said, used = words(pages()), imported()
         paths = [*SCRIPTS.rglob("*.py"), *SCRIPTS.rglob("*.sh")]

@@ -9,13 +9,14 @@ cache slots of a layer, B transient slots of a bank, J jobs; -1 stands for none.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.triton.elements import iota
+iota = functools.partial(jax.lax.iota, jnp.int32)  # int32[count] of a count: 0, 1, ...
 
 # Counts of experts, but for `steps`; the order is that of the columns of `Tables.events`.
 EVENTS = (

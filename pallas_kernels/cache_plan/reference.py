@@ -24,6 +24,7 @@ from pallas_kernels.cache_plan.operands import (
     departures,
     fetch_of,
     index_of,
+    iota,
     marked,
     num,
     order_of,
@@ -33,7 +34,6 @@ from pallas_kernels.cache_plan.operands import (
     write_row,
 )
 from pallas_kernels.cache_plan.shared_slots import plan_shared, resident_planes
-from pallas_kernels.triton.elements import iota
 
 
 class _ResolvedTiers(NamedTuple):

@@ -29,6 +29,7 @@ from pallas_kernels.cache_plan.operands import (
     departed,
     fetch_of,
     index_of,
+    iota,
     marked,
     num,
     order_of,
@@ -36,7 +37,6 @@ from pallas_kernels.cache_plan.operands import (
     read_row,
     write_row,
 )
-from pallas_kernels.triton.elements import iota
 
 
 def resident_planes(table: jax.Array, num_experts: int) -> jax.Array:
