@@ -63,7 +63,7 @@ def claims(
     """Rows of a table of claims, and the bars that lack rows, in words with what is known.
 
     Args:
-      models: the first that has all rows of a bar gives the verdict; what others say stands beside.
+      models: those that have all rows of a bar; the worst verdict counts, all stand there.
       unit: of what is compared, such as "Nats a token".
       doubts: a verdict of tests, and why it shows nothing, by what their claim says.
     """
@@ -105,7 +105,9 @@ def _judged(
     doubt: tuple[str, str],
 ) -> list[str]:  # fmt: skip
     judged = [verdict(bar, {name: one.values for name, one in of.items()}) for of in models]
-    (of, outcomes), usual = judged[0], _model(models[0], bar.tests[0])
+    outcomes, usual = judged[0][1], _model(models[0], bar.tests[0])
+    found = [one for one, _ in judged]
+    of = next((one for one in (cases.NOT_MET, NOT_SHOWN) if one in found), cases.MET)
     tests = [
         _told(found, test, one, usual)
         for found, (_, own) in zip(models, judged, strict=True)
