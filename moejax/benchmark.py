@@ -23,6 +23,9 @@ from moejax.experts.machine import raise_pinned_limit
 from moejax.files.result_rows import check_rows
 from moejax.files.whole import check_output
 
+# How a file of results begins that another run replaces; rows of .jsonl are appended.
+_BEGINS = {".json": '{"benchmark":', ".csv": "what,figure,unit"}
+
 
 def _define_flags(values: flags.FlagValues) -> None:
     """Defines the flags beside `--config`."""
@@ -33,7 +36,7 @@ def _benchmark(config: BenchmarkConfig, values: flags.FlagValues) -> None:
     """Measures, prints the table, writes the files."""
     outputs = [cli.user_path(name) for name in config.outputs()]
     for path in outputs:
-        check_output(path)
+        check_output(path, begins=_BEGINS.get(path.suffix, ""))
         if path.suffix == ".jsonl":
             check_rows(path)
     file = None

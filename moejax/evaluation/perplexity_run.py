@@ -33,6 +33,7 @@ from moejax.files import result_rows as results
 from moejax.files.whole import ROOM, check_output, write_whole
 from moejax.inference import report
 from moejax.loading import load_scoring_engine, recorded
+from moejax.models.hf.config import read_model_config
 from moejax.text.corpus import Text, TokenizedText, beginning, encode
 from moejax.text.windows import Windowing
 
@@ -43,21 +44,23 @@ if TYPE_CHECKING:
 def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
     """Measures, prints a line, writes the JSON file and each window's nats beside it."""
     if output:
-        check_output(output)
+        check_output(output, begins='{"task":"perplexity"')
         check_place(beside(output))
     directory = resolve_checkpoint(config.checkpoint)
     # Float32 is float32 on every device; on a GPU the default would shorten its products.
     with jax.default_matmul_precision("highest"):
         tiering = config.policy.tiering()
-        engine = load_scoring_engine(config, directory, tiering)
         windowing = config.windowing()
-        if windowing.window > (longest := engine.config.context_limit):
+        if windowing.window > (longest := read_model_config(directory).context_limit):
             raise MoejaxError(
                 f"window={windowing.window} is beyond the model's context of {longest}; set "
                 f"--config.window={longest} or less, and name it where the figure is printed"
             )
+        engine = load_scoring_engine(config, directory, tiering)
         if engine.tokenizer is None:
-            raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
+            raise MoejaxError(
+                f"{config.checkpoint} has no tokenizer.json: add the original model's"
+            )
         stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
             stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)

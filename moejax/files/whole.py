@@ -114,8 +114,11 @@ def _sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def check_output(path: Path, name: str = "output") -> None:
-    """Raises MoejaxError unless `path`, given by the field `name`, can be written."""
+def check_output(path: Path, name: str = "output", begins: str = "") -> None:
+    """Raises MoejaxError unless `path`, given by the field `name`, can be written.
+
+    `begins`: how a file that is there must begin, white space aside; "": it may hold anything.
+    """
     what = ""
     if path.is_dir():
         what = "is a directory"
@@ -126,4 +129,20 @@ def check_output(path: Path, name: str = "output") -> None:
     if what:
         raise MoejaxError(f"{name} {path} {what}; name a file in a directory that exists")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise MoejaxError(f"{name} {path} cannot be written: no permission")
+    if begins and path.exists():
+        head = "".join(path.read_bytes()[:1024].decode(errors="replace").split())
+        if head and not head.startswith(begins):
+            raise MoejaxError(
+                f"{name} {path} is there and is no file of this command; name another file"
+            )
+
+
+def check_directory(path: Path, name: str) -> None:
+    """Makes a directory, given by the field `name`; raises MoejaxError unless it can be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MoejaxError(f"{name} {path}: {error.strerror}; name a directory") from error
+    if not os.access(path, os.W_OK):
         raise MoejaxError(f"{name} {path} cannot be written: no permission")
