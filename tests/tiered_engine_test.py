@@ -53,6 +53,13 @@ class EngineTest(parameterized.TestCase):
             self.folder / "model", limits=limits, policy=Tiering(**tiering)
         )
 
+    def test_slots_for_all_experts_are_filled_at_load(self):
+        limits = Limits(slots=CONFIG.num_experts)
+        engine = tiny_engine.load_tiny_engine(self.folder / "model", limits=limits)
+        engine.generate([PROMPT], max_new_tokens=4, ignore_eos=True)
+        self.assertGreater(engine.ledger.total("hits"), 0)
+        self.assertEqual(engine.ledger.total("misses"), 0)
+
     @pytest.mark.slow
     def test_promotions_arrive_between_steps(self):
         engine = self.engine(

@@ -120,9 +120,9 @@ def load_limited(
             source, part, tier, tiering, dtype=dtype, device=device, progress=progress,
             last_plane=plane, mesh=mesh, dense=weights,
         )  # fmt: skip
-        if tiering is not None:
-            if tiering.emulate:
-                memory = _emulated(memory)
+        if tiering is not None and tiering.emulate:
+            memory = _emulated(memory)
+        if tiering is not None or part.has_all_slots:
             held += preload_first(memory, part, activations, held, checkpoint.config)
         memories.append(memory)
     names, width = [tier.name for tier in stored], checkpoint.config.experts_per_token

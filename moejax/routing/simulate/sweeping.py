@@ -125,7 +125,7 @@ def sweep(
     cheapest = tiers.expert_bytes[1] if tiers.planes else min(tiers.expert_bytes)
     sizes = [tiers._pool_bytes(row, trace.num_experts) for row in slots]
     best = _belady(trace, [size // cheapest for size in sizes])
-    # Pools that hold all experts do so from the start (`pools.initial`).
+    # Pools that hold all experts do so from the start.
     all_there = [sum(row) >= trace.num_experts for row in slots]
     best = [(n, n if whole else h) for (n, h), whole in zip(best, all_there, strict=True)]
     steps = int(found[0][0].steps)
