@@ -19,6 +19,7 @@ from absl import flags
 from moejax import cli
 from moejax.config.commands import GenerateConfig
 from moejax.errors import MoejaxError, print_stderr
+from moejax.files.whole import check_directory
 from moejax.inference import report
 from moejax.inference.conversation import converse, read_turns, thinking_remarks
 from moejax.loading import check_recorded, load_engine, recorded
@@ -65,6 +66,8 @@ def _generate(config: GenerateConfig, values: flags.FlagValues) -> None:
             "--prompt or --prompt_file: give both, or leave it out"
         )
     check_recorded(config)
+    if config.trace_dir:
+        check_directory(cli.user_path(config.trace_dir), "trace_dir")
     if not config.processes:
         _answer(config, values, prompts, turns)
         return
@@ -82,7 +85,7 @@ def _answer(
     """Loads the model and answers, as `_generate`."""
     engine = load_engine(config, max(1, len(prompts)))
     if engine.tokenizer is None:
-        raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
+        raise MoejaxError(f"{config.checkpoint} has no tokenizer.json: add the original model's")
     request = config.request()
     request["add_special_tokens"] &= not values.chat  # the template writes them
     chat, given = config.chat_settings(), prompts

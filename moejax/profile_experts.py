@@ -62,7 +62,9 @@ def _profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             longest = engine.config.context_limit
             raise MoejaxError(f"window={window} is beyond the model's context of {longest}")
         if engine.tokenizer is None:
-            raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
+            raise MoejaxError(
+                f"{config.checkpoint} has no tokenizer.json: add the original model's"
+            )
         stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
             stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)

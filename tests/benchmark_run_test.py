@@ -159,6 +159,9 @@ class CheckpointTest(Case):
             ({"output": self.home / "no" / "x.json"}, "output .* lies in"),
             ({"shape": "tiny", "planes": "2,4"}, "planes=2,4 is read by a policy's tiers"),
             ({"shift_every": 8}, "shift_every=8 has no effect without shape"),
+            ({"bits": 2}, "bits=2 has no effect without shape"),
+            ({"split": "paragraphs"}, "split='paragraphs' has no effect without prompts"),
+            ({"output": bad}, "bad.json is there and is no file of this command"),
             ({"output": rows}, "foreign.jsonl is there and holds no rows of results"),
             ({"checkpoint": self.home / "nothing"}, "nothing"),
         ]

@@ -163,7 +163,8 @@ class CalibrationTextTest(absltest.TestCase):
     def test_what_is_refused(self):
         for change, said in (
             ({"tokenizer": None}, "calibration needs a tokenizer.json"),
-            ({"num_samples": 0}, "give at least one sample"),
+            ({"num_samples": -1}, "give at least one sample"),
+            ({"num_samples": 10**5}, "that ships has .* tokens, 100000 x 2048"),
             ({"length": 4096}, "of 4096 tokens do not fit the model's context of 2048"),
             ({"vocab_size": 300}, "outside the model's vocabulary of 300"),
             ({"length": 10**6, "max_positions": 10**6}, "that ships has .* tokens, 1 x 1000000"),

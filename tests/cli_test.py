@@ -167,6 +167,7 @@ class CliTest(FolderTestCase):
             ((f"--config.record_trace={picture}",), f"{picture} is there and is no trace"),
             ((f"--config.record_trace={self.directory}",), f"{self.directory} is a directory"),
             (("--config.record_trace=no/such/x",), "lies in no/such, which is not there"),
+            ((f"--config.trace_dir={picture}",), f"trace_dir {picture}: File exists; name a"),
             (("--config.record_trace=~nobody-here/x",), "no such place as ~nobody-here/x"),
             (policy, "fidelity_share=0.5 is measured under --stats"),
         ):
@@ -180,9 +181,9 @@ class CliTest(FolderTestCase):
 
     def test_config_file_lacks_fields_that_another_command_has(self):
         # A file of generate's serves plan, whose own fields it lacks.
-        argv = ["plan", f"--config={ROOT}/configs/demo.py", "--config.bits=8"]
+        argv = ["plan", f"--config={ROOT}/configs/demo.py", "--config.batch=8"]
         config, _ = cli.parse(plan.COMMAND, argv)
-        self.assertEqual((config.checkpoint, config.bits), ("demo", 8))
+        self.assertEqual((config.checkpoint, config.batch), ("demo", 8))
 
     @parameterized.parameters(
         (["--max_new_tokens=5"], {"max_new_tokens": 5}),

@@ -448,12 +448,12 @@ class MainTest(PlanCase):
         write_random_checkpoint(self.directory)
         asked = (
             "--config.policy.name=dynaexq", "--config.policy.tiers=('bf16','int2')",
-            "--config.policy.group_size=16", "--config.bits=16", "--config.context=64",
+            "--config.policy.group_size=16", "--config.context=64",
             "--config.policy.slots=('2','4')",
         )  # fmt: skip
         of_checkpoint = self.run_plan(f"--config.checkpoint={self.directory}", *asked)
         with mock.patch.dict(SHAPES, {"tiny": ModelConfig(**TINY)}):
-            of_shape = self.run_plan("--config.shape=tiny", *asked)
+            of_shape = self.run_plan("--config.shape=tiny", "--config.bits=16", *asked)
         self.assertEqual(of_shape, f"tiny, tiers without files, on a gpu\n{of_checkpoint}")
         self.assertRegex(of_shape, r"bf16: experts of 12\.00 KiB, 2 of 4 cached a layer")
 

@@ -118,6 +118,8 @@ class QuantizeMainTest(FolderTestCase):
             ["--config.method=hqq", "--config.planes=2,4", "--config.factor_bits=8"],
             "factor_bits=8 is of the compensators of milo",
         ),
+        (["--config.method=rtn", "--config.rank=Dense-8"], "rank=Dense-8 is of the compensators"),
+        (["--config.method=hqq", "--config.passes=3"], "passes=3 is of the compensators of milo"),
     )
     def test_mistakes(self, arguments, message):
         status, out, err = self.run_main("--config.group_size=32", *arguments)

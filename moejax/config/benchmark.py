@@ -73,14 +73,16 @@ class BenchmarkConfig(RunConfig):
         "made-up routing; 0: it stays", least=0, of=("shape",),
     )  # fmt: skip
     recall: float = option(
-        0.85, "share of needed experts that prefetch predicts, for made-up routing", least=0, most=1
-    )
+        0.85, "share of needed experts that prefetch predicts, for made-up routing",
+        least=0, most=1, of=("shape",),
+    )  # fmt: skip
     prompts: str = option(
         "", "a file of prompts: text, JSON Lines, or ShareGPT's JSON; '': prompts of a length"
     )
     split: str = option(
-        "lines", "how a text file is split: lines, or paragraphs (at empty lines)", choices=SPLITS
-    )
+        "lines", "how a text file is split: lines, or paragraphs (at empty lines)", choices=SPLITS,
+        of=("prompts",),
+    )  # fmt: skip
     prompt_tokens: int = option(
         0,
         f"tokens per prompt, the most in a file; 0: {PROMPT_TOKENS}, or a file's prompts unchanged",

@@ -126,11 +126,16 @@ JOIN = option(
 MEMORY = option(MemoryConfig(), "memory limits")
 POLICY = option(PolicyConfig(), "policy of experts")
 BITS = option(
-    4, "bits of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)", choices=SHAPE_BITS
+    4, "bits of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)", choices=SHAPE_BITS,
+    of=("shape",),
+)  # fmt: skip
+ATTENTION_BITS = option(
+    16, "bits of a shape's attention or delta rule", choices=SHAPE_BITS, of=("shape",)
 )
-ATTENTION_BITS = option(16, "bits of a shape's attention or delta rule", choices=SHAPE_BITS)
-SHARED_BITS = option(16, "bits of a shape's shared experts", choices=SHAPE_BITS)
-HEAD_BITS = option(16, "bits of a shape's head, if it is not the embedding", choices=SHAPE_BITS)
+SHARED_BITS = option(16, "bits of a shape's shared experts", choices=SHAPE_BITS, of=("shape",))
+HEAD_BITS = option(
+    16, "bits of a shape's head, if it is not the embedding", choices=SHAPE_BITS, of=("shape",)
+)
 SHAPE_MXFP4 = option(
     False, "a shape's experts are in MXFP4, whatever bits and group_size say", of=("shape",)
 )
@@ -139,7 +144,7 @@ SHAPE_PLANES = option(
     "in place of bits, widths of bit planes of a shape's one copy, such as 2,4, from which its "
     "tiers (int4,int2) are read; '': none", of=("shape",),
 )  # fmt: skip
-GROUP_SIZE = option(64, "inputs per scale in a packed shape", least=1)
+GROUP_SIZE = option(64, "inputs per scale in a packed shape", least=1, of=("shape",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,6 +286,8 @@ class PlanConfig(GenerateConfig):
         super().check()
         if self.mxfp4 and self.planes:
             raise MoejaxError("mxfp4=True is for a shape without planes: leave one of them out")
+        if self.shape and self.checkpoint != type(self).checkpoint:
+            raise MoejaxError("a shape is planned in place of a checkpoint: leave one of them out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -374,11 +381,13 @@ class QuantizeConfig(RunConfig):
                 f"rank_divisor={self.rank_divisor} is of milo's compensators of bit planes, and no "
                 "matrix has them: give planes and method=milo too, or leave it out"
             )
-        if self.factor_bits is not None and not has_factors:
-            raise MoejaxError(
-                f"factor_bits={self.factor_bits} is of the compensators of milo and milo+, and "
-                "no matrix takes such a method; leave it out"
-            )
+        for name in ("factor_bits", "rank", "passes"):
+            given = getattr(self, name)
+            if given != getattr(type(self), name) and not has_factors:
+                raise MoejaxError(
+                    f"{name}={given} is of the compensators of milo and milo+, and no matrix takes "
+                    "such a method; leave it out"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

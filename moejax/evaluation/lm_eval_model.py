@@ -107,7 +107,9 @@ class MoejaxLM(TemplateLM):
                 config, resolve_checkpoint(config.checkpoint), config.policy.tiering()
             )
         if self.engine.tokenizer is None:
-            raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
+            raise MoejaxError(
+                f"{config.checkpoint} has no tokenizer.json: add the original model's"
+            )
         self._tokens = self.engine.tokenizer
 
     @contextlib.contextmanager

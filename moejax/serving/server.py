@@ -295,7 +295,9 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
     def checked_load() -> Engine:
         engine = load()
         if engine.tokenizer is None:
-            raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
+            raise MoejaxError(
+                f"{config.checkpoint} has no tokenizer.json: add the original model's"
+            )
         engine.tokenizer.most_token_bytes  # noqa: B018, found now, not while a client waits
         return engine
 

@@ -22,10 +22,8 @@ def calibration_tokens(
     *,
     vocab_size: int,
     max_positions: int,
-    # the user's own, which must suffice for all samples; None: the text that ships, which gives as
-    # many samples as it has, at least one
-    text: str | None = None,
-    num_samples: int = NUM_SAMPLES,  # S
+    text: str | None = None,  # the user's own; None: the text that ships
+    num_samples: int = 0,  # S; 0: NUM_SAMPLES, or as many as the text has, at least one
     length: int = 0,  # T; 0: SAMPLE_LENGTH, or the model's context if that is shorter
 ) -> np.ndarray:
     """Samples a text at even distances: int32[S, T].
@@ -39,7 +37,7 @@ def calibration_tokens(
             "calibration needs a tokenizer.json beside the checkpoint; add the file, or take a "
             "method without calibration (milo, hqq, rtn)"
         )
-    if num_samples < 1 or length < 0:
+    if num_samples < 0 or length < 0:
         raise MoejaxError(
             f"calibration of {num_samples} samples of {length} tokens; give at least one sample"
         )
@@ -49,22 +47,20 @@ def calibration_tokens(
             f"calibration samples of {length} tokens do not fit the model's context of "
             f"{max_positions}; make them shorter"
         )
-    is_own = text is not None
     chosen = shipped_text() if text is None else text
     ids = np.asarray(tokenizer.encode(chosen, add_special_tokens=False), np.int64)
     available = len(ids) // length
-    if available < (num_samples if is_own else 1):
-        needed = num_samples * length if is_own else length
-        what = "the calibration text" if is_own else "the calibration text that ships"
+    if available < (least := max(1, num_samples)):
+        what = "the calibration text that ships" if text is None else "the calibration text"
         raise MoejaxError(
-            f"{what} has {len(ids)} tokens, {num_samples if is_own else 1} x {length} = {needed} "
-            "are needed; give a longer text, or fewer or shorter samples"
+            f"{what} has {len(ids)} tokens, {least} x {length} = {least * length} are needed; give "
+            "a longer text, or fewer or shorter samples"
         )
     if wrong := ids[ids >= vocab_size].tolist():
         raise MoejaxError(
             f"tokenizer.json gives token {wrong[0]}, outside the model's vocabulary of "
             f"{vocab_size}; it is not the model's tokenizer"
         )
-    count = min(num_samples, available)
+    count = num_samples or min(NUM_SAMPLES, available)
     starts = np.arange(count) * len(ids) // count
     return ids[starts[:, None] + np.arange(length)].astype(np.int32)

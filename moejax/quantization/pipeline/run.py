@@ -31,12 +31,20 @@ from moejax.checkpoints.formats.manifest import MANIFEST_FILE, check_files, read
 from moejax.checkpoints.safetensors_reader import INDEX_FILE
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
-from moejax.files.whole import PARTIAL, WrittenFile, file_digest, json_text, write_json, write_whole
+from moejax.files.whole import (
+    PARTIAL,
+    WrittenFile,
+    check_directory,
+    file_digest,
+    json_text,
+    write_json,
+    write_whole,
+)
 from moejax.models.hf.config import read_json, text_fields
 from moejax.quantization import ranks
 from moejax.quantization.pipeline import manifest
 from moejax.quantization.pipeline.batches import BatchPlan, MatrixTask
-from moejax.quantization.pipeline.calibration import NUM_SAMPLES, calibration_tokens
+from moejax.quantization.pipeline.calibration import calibration_tokens
 from moejax.quantization.pipeline.calibration_pass import (
     CalibrationRun,
     Frequencies,
@@ -123,7 +131,7 @@ class _ResumeLog:
                 f"output {self.directory} holds other files ({', '.join(foreign[:3])}{rest}); "
                 "give an empty or a new directory"
             )
-        self._work.mkdir(parents=True, exist_ok=True)
+        check_directory(self._work, "output")
         with self._locked():
             for path in (*self.directory.glob("*" + PARTIAL), *self._work.glob("*" + PARTIAL)):
                 path.unlink()
@@ -462,7 +470,7 @@ def _calibration_tokens(
         vocab_size=inventory.config.vocab_size,
         max_positions=inventory.config.context_limit,
         text=job.calibration_text,
-        num_samples=job.calibration_samples or NUM_SAMPLES,
+        num_samples=job.calibration_samples,
         length=job.calibration_length,
     )
 

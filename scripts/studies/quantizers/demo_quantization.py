@@ -46,7 +46,7 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model small enough fo
 _LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _TEXT = flags.DEFINE_string("text", None, "UTF-8 text to score, plain or .xz", required=True)
 _WINDOWS = flags.DEFINE_integer("windows", 0, "score only so many windows, spread; 0: all")
-_SAMPLES = flags.DEFINE_integer("samples", 128, "samples of calibration at most")
+_SAMPLES = flags.DEFINE_integer("samples", 0, "of calibration; 0: 128, or as many as there are")
 _CALIBRATION = flags.DEFINE_string("calibration", "default", "text, as moejax.quantize takes it")
 _SECTIONS = flags.DEFINE_list("sections", ["table", "ranks", "policies"], "what to measure")
 _ONLY = flags.DEFINE_multi_string("only", [""], "rows whose label holds this, and HQQ's, in order")
