@@ -23,7 +23,7 @@ from moejax.experts.machine import raise_pinned_limit
 from moejax.files.result_rows import check_rows
 from moejax.files.whole import check_output
 
-# How a file of results begins that another run replaces; rows of .jsonl are appended.
+# First characters of our own files, by suffix; other files are refused.
 _BEGINS = {".json": '{"benchmark":', ".csv": "what,figure,unit"}
 
 

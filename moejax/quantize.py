@@ -16,7 +16,7 @@ from absl import flags
 from moejax import cli
 from moejax.config.commands import CODE_BITS, FACTOR_BITS, RANK_DIVISOR, QuantizeConfig
 from moejax.errors import MoejaxError
-from moejax.text.corpus import load_text
+from moejax.text.corpus import decoded, unpacked
 
 if TYPE_CHECKING:  # it imports JAX
     from moejax.quantization.pipeline.run import Outcome
@@ -92,7 +92,8 @@ def _given(value: int | None, default: int) -> int:
 
 def _read_text(name: str) -> str | None:
     """Reads a UTF-8 file, plain or packed; None for the text that ships."""
-    return None if name == "default" else load_text(str(cli.user_path(name)), "none").content
+    path = cli.user_path(name)
+    return None if name == "default" else decoded(path, unpacked(path))
 
 
 COMMAND = cli.Command(

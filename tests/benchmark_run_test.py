@@ -161,7 +161,7 @@ class CheckpointTest(Case):
             ({"shift_every": 8}, "shift_every=8 has no effect without shape"),
             ({"bits": 2}, "bits=2 has no effect without shape"),
             ({"split": "paragraphs"}, "split='paragraphs' has no effect without prompts"),
-            ({"output": bad}, "bad.json is there and is no file of this command"),
+            ({"output": bad}, "bad.json is there and holds no earlier result"),
             ({"output": rows}, "foreign.jsonl is there and holds no rows of results"),
             ({"checkpoint": self.home / "nothing"}, "nothing"),
         ]

@@ -12,10 +12,13 @@ import types
 from typing import Any
 from unittest import mock
 
+import jax
 import pytest
 from absl.testing import parameterized
 
 from moejax import cli, evaluate
+from moejax.checkpoints.open import open_checkpoint
+from moejax.checkpoints.orbax_directory import save_orbax
 from moejax.config.commands import EvaluateConfig, MemoryConfig
 from moejax.engine import Engine
 from moejax.evaluation import perplexity_run
@@ -81,6 +84,15 @@ class EvaluateTest(FolderTestCase):
         self.assertIn(said, out)
         self.assertIn("window 32, stride 8, bos none", out)
         self.assertIn("scoring", err)
+
+    def test_an_orbax_directory(self):
+        opened, place = open_checkpoint(str(self.checkpoint)), self.folder / "orbax"
+        weights = opened.load(dtype="float32", device=jax.devices("cpu")[0], progress=False)
+        save_orbax(place, opened.config, weights, tokenizer_from=self.checkpoint)
+        status, out, err = self.run_main(checkpoint=place)
+        self.assertEqual(status, 0, err)
+        figure = re.compile(r"perplexity [\d.]+")
+        self.assertEqual(figure.findall(out), figure.findall(self.run_main()[1]))
 
     def _cut(self, after: int, **fields: Any) -> tuple[int, str, str]:
         """A run that is interrupted after so many batches."""
@@ -188,7 +200,7 @@ class EvaluateTest(FolderTestCase):
         ({"join": "x"}, "join='x' must be one of none, wikitext"),
         ({"output": "no/such/x.json"}, "output no/such/x.json lies in no/such, which is not"),
         ({"output": "/dev/null"}, "output /dev/null is no regular file"),
-        ({"output": __file__}, "is there and is no file of this command; name another file"),
+        ({"output": __file__}, "is there and holds no earlier result; name another file"),
         ({"checkpoint": "no/where"}, "no/where"),
         ({"record_trace": __file__}, "is there and is no trace; name another file"),
         ({"record_foreseen": 4}, "record_foreseen=4 has no effect without record_trace"),

@@ -286,8 +286,6 @@ class PlanConfig(GenerateConfig):
         super().check()
         if self.mxfp4 and self.planes:
             raise MoejaxError("mxfp4=True is for a shape without planes: leave one of them out")
-        if self.shape and self.checkpoint != type(self).checkpoint:
-            raise MoejaxError("a shape is planned in place of a checkpoint: leave one of them out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import tqdm
 from absl import logging
 
 from moejax.checkpoints import resolve_checkpoint
+from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.config.commands import EvaluateConfig
 from moejax.errors import MoejaxError, print_stderr
@@ -33,7 +34,6 @@ from moejax.files import result_rows as results
 from moejax.files.whole import ROOM, check_output, write_whole
 from moejax.inference import report
 from moejax.loading import load_scoring_engine, recorded
-from moejax.models.hf.config import read_model_config
 from moejax.text.corpus import Text, TokenizedText, beginning, encode
 from moejax.text.windows import Windowing
 
@@ -51,7 +51,8 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
     with jax.default_matmul_precision("highest"):
         tiering = config.policy.tiering()
         windowing = config.windowing()
-        if windowing.window > (longest := read_model_config(directory).context_limit):
+        model = open_checkpoint(str(directory), config.read_bits).config
+        if windowing.window > (longest := model.context_limit):
             raise MoejaxError(
                 f"window={windowing.window} is beyond the model's context of {longest}; set "
                 f"--config.window={longest} or less, and name it where the figure is printed"

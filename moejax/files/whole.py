@@ -131,15 +131,16 @@ def check_output(path: Path, name: str = "output", begins: str = "") -> None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise MoejaxError(f"{name} {path} cannot be written: no permission")
     if begins and path.exists():
-        head = "".join(path.read_bytes()[:1024].decode(errors="replace").split())
-        if head and not head.startswith(begins):
+        with path.open("rb") as file:
+            head = "".join(file.read(1024).decode(errors="replace").split())
+        if not head.startswith(begins) and path.stat().st_size:
             raise MoejaxError(
-                f"{name} {path} is there and is no file of this command; name another file"
+                f"{name} {path} is there and holds no earlier result; name another file"
             )
 
 
 def check_directory(path: Path, name: str) -> None:
-    """Makes a directory, given by the field `name`; raises MoejaxError unless it can be written."""
+    """Makes the directory that a field names, or raises MoejaxError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -55,7 +55,8 @@ def load_text(name: str, join: str) -> Text:
     if name == WIKITEXT2 and not Path(name).exists():
         return Text("\n\n".join(_hub_rows()), f"{_HUB_NAME} {_HUB_SUBSET} test, rows joined")
     path = Path(name)
-    content = decoded(path, unpacked(path))
+    more = f", or {WIKITEXT2!r} for WikiText-2 from the Hub"
+    content = decoded(path, unpacked(path, more))
     if join == "wikitext":
         content = joined_rows(content)
     if not content.strip():
@@ -101,15 +102,12 @@ def joined_rows(content: str) -> str:
     return "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
 
 
-def unpacked(path: Path) -> bytes:
-    """Reads the bytes of a file, unpacking .xz and .gz."""
+def unpacked(path: Path, more: str = "") -> bytes:
+    """Reads the bytes of a file, unpacking .xz and .gz; `more`: what its absence tells beside."""
     try:
         stored = path.read_bytes()
     except FileNotFoundError as error:
-        raise MoejaxError(
-            f"there is no text file {path}; name a file, or {WIKITEXT2!r} for WikiText-2 from the "
-            "Hub"
-        ) from error
+        raise MoejaxError(f"there is no text file {path}; name a file{more}") from error
     except OSError as error:
         raise MoejaxError(f"cannot read {path}: {error.strerror}") from error
     read = _READERS.get(path.suffix)

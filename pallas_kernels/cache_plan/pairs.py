@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.cache_plan import slots as vectors
 from pallas_kernels.cache_plan.operands import TierShape
-from pallas_kernels.cache_plan.slots import Refs, iota, matches, some
+from pallas_kernels.cache_plan.slots import Refs, matches, padded_iota, some
 from pallas_kernels.triton.elements import quotient, remainder
 
 MAX_TIERS = 4
@@ -87,7 +87,7 @@ def load_all(
     """The pairs, and each tier's entries for them."""
     num_pairs = of["ids"].shape[0]
     width = num_pairs // of["active"].shape[0]
-    number = iota(num_pairs)
+    number = padded_iota(num_pairs)
     inside = number < num_pairs
     place = quotient(number, width)
     active = pltriton.load(of["active"].at[place], mask=inside, other=False) & inside

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.cache_plan import slots as vectors
 from pallas_kernels.cache_plan.operands import TierShape
 from pallas_kernels.cache_plan.pairs import Entries, PaddedPairs
-from pallas_kernels.cache_plan.slots import Ref, Refs, iota, matches, pick, some, together
+from pallas_kernels.cache_plan.slots import Ref, Refs, matches, padded_iota, pick, some, together
 from pallas_kernels.triton.elements import quotient, remainder
 
 PLANES = 2
@@ -148,7 +148,7 @@ def place_planes(
 
 def _store_streamed(jobs: Ref, index: jax.Array, lacks: jax.Array, row: jax.Array) -> None:
     """Writes the rows of planes that pass through transient slots, by their numbers."""
-    number = iota(jobs.shape[0])
+    number = padded_iota(jobs.shape[0])
     found = pick(matches(number, jnp.where(lacks, index, -1)), row[None, :], 1)
     pltriton.store(jobs.at[number], found, mask=number < jobs.shape[0])
 
@@ -161,7 +161,7 @@ def predict_shared_body(
     tiers = [{name[:-1]: ref for name, ref in of.items() if name.endswith(str(i))} for i in (0, 1)]
     pool, layer, clock = tiers[1], of["layer"][()], of["clock"][()]
     size, tokens = of["ids"].shape[0], of["active"].shape[0]
-    wanted, lanes = iota(size), iota(tokens)
+    wanted, lanes = padded_iota(size), padded_iota(tokens)
     mask = pltriton.load(of["active"].at[lanes], mask=lanes < tokens, other=False)
     mask = (wanted < size) & some(mask & (lanes < tokens))
     ids = pltriton.load(of["ids"].at[wanted], mask=wanted < size, other=-1)

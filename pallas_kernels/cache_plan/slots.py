@@ -45,7 +45,7 @@ class Slots(NamedTuple):
     age: jax.Array  # since the last use, of signed numbers in the order of unsigned ones
 
 
-def iota(size: int) -> jax.Array:
+def padded_iota(size: int) -> jax.Array:
     """int32, 0, 1, ... of the least power of two that is not below `size`."""
     return jax.lax.iota(jnp.int32, power_above(size))
 
@@ -103,7 +103,7 @@ def _sizes(of: Refs, planes: int) -> tuple[int, int]:
 def load_owners(of: Refs, layer: jax.Array) -> jax.Array:
     """int32[C], of slots of a layer, -1: none."""
     num_experts, slots = _sizes(of, 1)
-    number = iota(slots)
+    number = padded_iota(slots)
     place = of["table"].at[layer, num_experts + number]
     return pltriton.load(place, mask=number < slots, other=-1)
 
@@ -114,7 +114,7 @@ def load_slots(of: Refs, layer: jax.Array, planes: int = 1, has_closed: bool = F
     With `has_closed` one may be `CLOSED`, which is as if it were beyond the end.
     """
     num_items, slots = _sizes(of, planes)
-    number = iota(slots)
+    number = padded_iota(slots)
     inside = number < slots
 
     def column(i: int, other: int) -> jax.Array:
@@ -229,14 +229,14 @@ def store_use_at(of: Refs, layer: jax.Array, local: jax.Array, clock: jax.Array)
 def load_events(of: Refs, layer: jax.Array) -> jax.Array:
     """int32[K], the counts of a layer."""
     events = of["events"]
-    lanes = iota(events.shape[1])
+    lanes = padded_iota(events.shape[1])
     return pltriton.load(events.at[layer, lanes], mask=lanes < events.shape[1], other=0)
 
 
 def store_events(of: Refs, layer: jax.Array, total: jax.Array, amounts: Mapping[str, Any]) -> None:
     """Writes the counts of a layer with these added."""
     events = of["events"]
-    lanes = iota(events.shape[1])
+    lanes = padded_iota(events.shape[1])
     for name, amount in amounts.items():
         total = jnp.where(lanes == COLUMNS[name], total + amount, total)
     pltriton.store(events.at[layer, lanes], total, mask=lanes < events.shape[1])
@@ -255,7 +255,7 @@ def together(*masks: jax.Array) -> list[jax.Array]:
 
 def store_jobs(of: Refs, size: int, order: jax.Array, row: jax.Array, place: jax.Array) -> None:
     """Writes the jobs: rows and places by order, where it is not negative."""
-    jobs = iota(size)
+    jobs = padded_iota(size)
     match = matches(jobs, order)
     pltriton.store(of["rows"].at[jobs], pick(match, row[None, :], 1), mask=jobs < size)
     pltriton.store(of["slots"].at[jobs], pick(match, place[None, :], 1), mask=jobs < size)

@@ -32,8 +32,8 @@ from pallas_kernels.cache_plan.shared_triton import place_planes, predict_shared
 from pallas_kernels.cache_plan.slots import (
     Ref,
     Refs,
-    iota,
     matches,
+    padded_iota,
     pick,
     some,
     together,
@@ -179,7 +179,7 @@ def _store_streamed(tier: _Tier, index: jax.Array, row: jax.Array) -> None:
     """Writes the copies of a tier's only experts, which stream: in waves, or all at once."""
     of, form = tier.state.of, tier.form
     if form.later_waves:
-        jobs = iota(of["streamed"].shape[0])
+        jobs = padded_iota(of["streamed"].shape[0])
         rows = pick(matches(jobs, index), row[None, :], 1)
         pltriton.store(of["streamed"].at[jobs], rows, mask=jobs < of["streamed"].shape[0])
     else:
@@ -384,7 +384,7 @@ def _predict_body(*refs: Ref, names: tuple[str, ...], form: TierShape, interpret
     of = dict(zip(names, refs, strict=True))
     layer, clock = of["layer"][()], of["clock"][()]
     size, tokens = of["ids"].shape[0], of["active"].shape[0]
-    wanted, lanes = iota(size), iota(tokens)
+    wanted, lanes = padded_iota(size), padded_iota(tokens)
     mask = pltriton.load(of["active"].at[lanes], mask=lanes < tokens, other=False)
     mask = (wanted < size) & some(mask & (lanes < tokens))
     ids = pltriton.load(of["ids"].at[wanted], mask=wanted < size, other=-1)
@@ -581,14 +581,14 @@ def _launch(
 def _store_none(*refs: Ref) -> None:
     """-1 everywhere."""
     for ref in refs:
-        lanes = iota(ref.shape[0])
+        lanes = padded_iota(ref.shape[0])
         pltriton.store(ref.at[lanes], jnp.full_like(lanes, -1), mask=lanes < ref.shape[0])
 
 
 def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
     """The router's mass of a layer, by what became of it."""
     num = of["mass"].shape[1]
-    lanes = iota(num)
+    lanes = padded_iota(num)
     return pltriton.load(of["mass"].at[layer, lanes], mask=lanes < num, other=0.0)
 
 
@@ -597,7 +597,7 @@ def _store_gate(
     total: jax.Array, weights: jax.Array, routed: jax.Array | None,
 ) -> None:  # fmt: skip
     """Adds the router's mass by what became of it; and to each tier's own count."""
-    num, lanes = len(states), iota(of["mass"].shape[1])
+    num, lanes = len(states), padded_iota(of["mass"].shape[1])
     mass, lane = jnp.where(pairs.active, weights, 0.0), lanes[:, None]
     kinds = (tier[None, :] == lane) | ((tier < 0)[None, :] & (lane == num)) | (lane == num + 2)
     if routed is not None:

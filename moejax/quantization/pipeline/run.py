@@ -131,7 +131,8 @@ class _ResumeLog:
                 f"output {self.directory} holds other files ({', '.join(foreign[:3])}{rest}); "
                 "give an empty or a new directory"
             )
-        check_directory(self._work, "output")
+        check_directory(self.directory, "output")
+        self._work.mkdir(exist_ok=True)
         with self._locked():
             for path in (*self.directory.glob("*" + PARTIAL), *self._work.glob("*" + PARTIAL)):
                 path.unlink()

@@ -105,8 +105,7 @@ def _judged(
     doubt: tuple[str, str],
 ) -> list[str]:  # fmt: skip
     judged = [verdict(bar, {name: one.values for name, one in of.items()}) for of in models]
-    outcomes, usual = judged[0][1], _model(models[0], bar.tests[0])
-    found = [one for one, _ in judged]
+    usual, found = _model(models[0], bar.tests[0]), [one for one, _ in judged]
     of = next((one for one in (cases.NOT_MET, NOT_SHOWN) if one in found), cases.MET)
     tests = [
         _told(found, test, one, usual)
@@ -118,7 +117,7 @@ def _judged(
     said = f"{usual}; {bar.bar}. {unit} above it, ± a standard error: "
     said += f"{'; '.join(tests)} {runs.cite(*rows)}"
     doubted, why = doubt
-    if doubted in [one.verdict for one in outcomes]:
+    if doubted in [one.verdict for _, own in judged for one in own]:
         said, of = f"{said}; {why}", NOT_SHOWN if of == doubted else of
     return [bar.said, bar.where, said, of]
 
