@@ -16,7 +16,7 @@ from absl import flags
 from moejax import cli
 from moejax.config.commands import CODE_BITS, FACTOR_BITS, RANK_DIVISOR, QuantizeConfig
 from moejax.errors import MoejaxError
-from moejax.text.corpus import decoded, unpacked
+from moejax.text.corpus import read_text
 
 if TYPE_CHECKING:  # it imports JAX
     from moejax.quantization.pipeline.run import Outcome
@@ -92,8 +92,7 @@ def _given(value: int | None, default: int) -> int:
 
 def _read_text(name: str) -> str | None:
     """Reads a UTF-8 file, plain or packed; None for the text that ships."""
-    path = cli.user_path(name)
-    return None if name == "default" else decoded(path, unpacked(path))
+    return None if name == "default" else read_text(cli.user_path(name))
 
 
 COMMAND = cli.Command(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.text.corpus import decoded, json_lines, unpacked
+from moejax.text.corpus import json_lines, read_text
 from moejax.text.prompts import valid_text
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def read_prompt_file(path: Path, split: str) -> PromptFile:
     """
     if not path.is_file():
         raise MoejaxError(f"there is no prompt file {path}")
-    text = decoded(path, unpacked(path))
+    text = read_text(path)
     kind = path.with_suffix("").suffix if path.suffix in (".xz", ".gz") else path.suffix
     if kind == ".json":
         found = [_entry(f"{path}, entry {i}", entry) for i, entry in enumerate(_list(path, text))]

@@ -17,7 +17,7 @@ import datasets
 from lm_eval.api.task import ConfigurableTask
 
 from moejax.errors import MoejaxError
-from moejax.text.corpus import decoded, json_lines, unpacked
+from moejax.text.corpus import json_lines, read_text
 
 Row = dict[str, Any]
 _PART = "subject"  # names the part in a file of several
@@ -77,7 +77,7 @@ def _plain(name: str) -> str:
 
 
 def _rows_of(path: Path, part: str | None, dataset: str) -> list[Row]:
-    rows = [row for _, row in json_lines(path, decoded(path, unpacked(path)))]
+    rows = [row for _, row in json_lines(path, read_text(path))]
     if not rows:
         raise MoejaxError(f"{path} holds no rows")
     if part and any(_PART in row for row in rows):

@@ -56,7 +56,7 @@ def load_text(name: str, join: str) -> Text:
         return Text("\n\n".join(_hub_rows()), f"{_HUB_NAME} {_HUB_SUBSET} test, rows joined")
     path = Path(name)
     more = f", or {WIKITEXT2!r} for WikiText-2 from the Hub"
-    content = decoded(path, unpacked(path, more))
+    content = read_text(path, more)
     if join == "wikitext":
         content = joined_rows(content)
     if not content.strip():
@@ -102,8 +102,21 @@ def joined_rows(content: str) -> str:
     return "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
 
 
-def unpacked(path: Path, more: str = "") -> bytes:
-    """Reads the bytes of a file, unpacking .xz and .gz; `more`: what its absence tells beside."""
+def read_text(path: Path, more: str = "") -> str:
+    """Reads a UTF-8 file, unpacking .xz and .gz; MoejaxError if it cannot.
+
+    `more`: what to name in place of a file that is not there.
+    """
+    content = _unpacked(path, more)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MoejaxError(
+            f"{path} is not UTF-8 (byte {error.start} is {content[error.start]:#04x}); convert it"
+        ) from error
+
+
+def _unpacked(path: Path, more: str) -> bytes:
     try:
         stored = path.read_bytes()
     except FileNotFoundError as error:
@@ -118,16 +131,6 @@ def unpacked(path: Path, more: str = "") -> bytes:
     except (lzma.LZMAError, OSError, EOFError, zlib.error) as error:
         raise MoejaxError(
             f"{path} is no whole {path.suffix} file ({error}); copy it again"
-        ) from error
-
-
-def decoded(path: Path, content: bytes) -> str:
-    """Decodes UTF-8; a MoejaxError names the first bad byte of `path`."""
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise MoejaxError(
-            f"{path} is not UTF-8 (byte {error.start} is {content[error.start]:#04x}); convert it"
         ) from error
 
 

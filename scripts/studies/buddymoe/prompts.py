@@ -12,7 +12,7 @@ from absl import app, flags
 
 from moejax import Engine
 from moejax.experts.tiering import Tiering
-from moejax.text.corpus import unpacked
+from moejax.text.corpus import read_text
 from scripts.studies.measuring import Report
 
 _LISTS = flags.DEFINE_string("lists", None, "profile of other text", required=True)
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
         policy = Tiering(policy="buddymoe", settings=how, slots=(slots,))
         engine = Engine.from_pretrained("demo", platform="cpu", context=600, policy=policy)
         assert engine.tokenizer is not None
-        ids = engine.tokenizer.encode(unpacked(Path(_TEXT.value)).decode())
+        ids = engine.tokenizer.encode(read_text(Path(_TEXT.value)))
         for start in range(0, len(ids) - length, len(ids) // 8):
             engine.generate([ids[start : start + length]], max_new_tokens=1)
         ledger = engine.ledger
