@@ -84,8 +84,7 @@ def _answer(
 ) -> None:
     """Loads the model and answers, as `_generate`."""
     engine = load_engine(config, max(1, len(prompts)))
-    if engine.tokenizer is None:
-        raise MoejaxError(f"{config.checkpoint} has no tokenizer.json: add the original model's")
+    assert engine.tokenizer is not None
     request = config.request()
     request["add_special_tokens"] &= not values.chat  # the template writes them
     chat, given = config.chat_settings(), prompts

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax import cli
 from moejax.config.commands import EvaluateConfig, GenerateConfig, MemoryConfig
-from moejax.errors import print_stderr
+from moejax.errors import MoejaxError, print_stderr
 from moejax.experts.machine import raise_pinned_limit
 from moejax.inference import report
 
@@ -60,11 +60,14 @@ def _load(
         print_stderr(said)
     if config.verify:
         print_stderr(*verify_all(checkpoint, config.memory.disk_path, policy))
-    return Engine.from_pretrained(
+    engine = Engine.from_pretrained(
         checkpoint, dtype=config.dtype, platform=config.platform, policy=policy, limits=limits,
         compilation_cache=config.compilation_cache, read_bits=config.read_bits,
         mesh=config.mesh, **arguments,
     )  # fmt: skip
+    if engine.tokenizer is None:
+        raise MoejaxError(f"{config.checkpoint} has no tokenizer.json: add the original model's")
+    return engine
 
 
 def check_recorded(config: GenerateConfig | EvaluateConfig) -> None:

@@ -17,7 +17,7 @@ from unittest import mock
 import jax
 from absl.testing import absltest, parameterized
 
-from moejax import __version__, cli, evaluate, generate, plan, quantize
+from moejax import __version__, cli, evaluate, generate, loading, plan, quantize
 from moejax.config.commands import GenerateConfig, MemoryConfig
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
@@ -26,7 +26,7 @@ from moejax.inference.generation import Chunk, Generation, Timing
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from tests import commands
+from tests import commands, tiny_engine
 from tests.folder_case import FolderTestCase
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -320,8 +320,10 @@ class CliTest(FolderTestCase):
         self.assertEqual(err.count("\n"), 1, err)
 
     def test_checkpoint_without_a_tokenizer(self):
-        self.engine.tokenizer = None
-        self.assert_fails("demo has no tokenizer.json", "--prompt=a")
+        mute = self.directory / "mute"
+        tiny_engine.load_tiny_engine(mute, tokenizer=False)
+        with self.assertRaisesRegex(MoejaxError, "mute has no tokenizer.json: add the original"):
+            loading.load_engine(GenerateConfig(checkpoint=str(mute), platform="cpu"))
 
     @parameterized.parameters(
         (MoejaxError("mine"), "error: mine\n", 1),

@@ -106,10 +106,7 @@ class MoejaxLM(TemplateLM):
             self.engine = load_scoring_engine(
                 config, resolve_checkpoint(config.checkpoint), config.policy.tiering()
             )
-        if self.engine.tokenizer is None:
-            raise MoejaxError(
-                f"{config.checkpoint} has no tokenizer.json: add the original model's"
-            )
+        assert self.engine.tokenizer is not None
         self._tokens = self.engine.tokenizer
 
     @contextlib.contextmanager

@@ -58,10 +58,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
                 f"--config.window={longest} or less, and name it where the figure is printed"
             )
         engine = load_scoring_engine(config, directory, tiering)
-        if engine.tokenizer is None:
-            raise MoejaxError(
-                f"{config.checkpoint} has no tokenizer.json: add the original model's"
-            )
+        assert engine.tokenizer is not None
         stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
             stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)

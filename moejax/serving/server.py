@@ -286,7 +286,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
       load: gives the engine; called in a thread while the server already answers /health.
 
     Raises:
-      MoejaxError: the port is taken, or the model cannot be loaded or has no tokenizer.
+      MoejaxError: the port is taken, or the model cannot be loaded.
     """
     listening = _bind(config.host, config.port)
     metrics = Metrics()
@@ -294,10 +294,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
 
     def checked_load() -> Engine:
         engine = load()
-        if engine.tokenizer is None:
-            raise MoejaxError(
-                f"{config.checkpoint} has no tokenizer.json: add the original model's"
-            )
+        assert engine.tokenizer is not None
         engine.tokenizer.most_token_bytes  # noqa: B018, found now, not while a client waits
         return engine
 
