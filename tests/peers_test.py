@@ -8,13 +8,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
+import tokenizers
 from absl import flags
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
+from moejax.demo import DEMO_DIRECTORY
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows
 from moejax.models.config import weight_shapes
@@ -140,15 +143,19 @@ class RandomFilesTest(parameterized.TestCase):
         self.assertLess(logits.argmax(axis=-1).max(), known)
 
 
+TOKENIZER = tokenizers.Tokenizer.from_file(str(DEMO_DIRECTORY / "tokenizer.json"))
+
+
 class _Server(http.server.BaseHTTPRequestHandler):
     """An engine that takes 10 ms a prompt and 1 ms a token, one request at a time."""
 
     lock = threading.Lock()
     wrong = False
+    refusals: ClassVar[list[int]] = []  # statuses of the next answers
 
-    def _answer(self, body):
+    def _answer(self, body, status=200):
         text = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
@@ -159,11 +166,15 @@ class _Server(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.refusals:
+            return self._answer({"error": "no ids here"}, self.refusals.pop())
         with self.lock:
             time.sleep(0.01 + 0.001 * (asked["max_tokens"] - 1))
         count = 3 if self.wrong else asked["max_tokens"]
-        usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": count}
-        self._answer({"usage": usage})
+        prompt = asked["prompt"]
+        ids = TOKENIZER.encode(prompt).ids if isinstance(prompt, str) else prompt
+        usage = {"prompt_tokens": len(ids), "completion_tokens": count}
+        return self._answer({"usage": usage})
 
     def log_message(self, *_):
         pass
@@ -182,7 +193,8 @@ class ServersTest(absltest.TestCase):
 
     def test_rates_are_those_of_the_engine(self):
         place = Place(Path(), Path(), time.monotonic() + 60, 60)
-        before, after = servers._figures(self.port, "it", 64, 2, place)
+        prompts = servers.Prompts(64)
+        before, after = servers._figures(self.port, "it", prompts, 2, place)
         self.assertEqual((before.workload, after.workload), (prefill(64, 2), decode(64, 2)))
         # One at a time: 64 tokens in 10 ms or more, a token in 1 ms or more.
         self.assertBetween(before.tokens_per_s, 1000, 7000)
@@ -193,7 +205,29 @@ class ServersTest(absltest.TestCase):
             mock.patch.object(_Server, "wrong", True),
             self.assertRaisesRegex(ValueError, "usage|asked"),
         ):
-            servers.ask(self.port, "it", [300, 301], 5)
+            servers.ask(self.port, "it", [300, 301], 2, 5)
+
+    def test_a_server_that_loads_is_waited_for_and_one_that_refuses_is_not(self):
+        place = Place(Path(), Path(), time.monotonic() + 60, 60)
+        process, prompts = mock.Mock(**{"poll.return_value": None}), servers.Prompts(4)
+        with mock.patch.object(_Server, "refusals", [503, 503]):
+            self.assertEqual(servers._wait(process, self.port, place, prompts), "it")
+        with (
+            mock.patch.object(_Server, "refusals", [400, 503]) as refusals,
+            self.assertRaisesRegex(ValueError, "status 400: .*no ids here"),
+        ):
+            servers._wait(process, self.port, place, prompts)
+        self.assertEmpty(refusals)
+
+    def test_a_server_that_takes_texts_gets_as_many_tokens(self):
+        prompts = servers.Prompts(512, DEMO_DIRECTORY / "tokenizer.json")
+        asked = {prompts(seed) for seed in range(20)}
+        self.assertLen(asked, 20)
+        for prompt in asked:
+            self.assertIsInstance(prompt, str)
+            servers.ask(self.port, "it", prompt, 512, 1)  # which counts them
+        with self.assertRaisesRegex(ValueError, "asked"):
+            servers.ask(self.port, "it", prompts(0) + " more", 512, 1)
 
     def test_the_device_memory_that_moejax_counts(self):
         self.assertEqual(servers._own_peak(self.port), 1.0)

@@ -43,9 +43,11 @@ def _serve(
     place: Place, *, python: str, shape: str, layers: int, flags: tuple[str, ...], tokens: int
 ) -> list[Figure]:
     most = servers.SEQUENCES[-1]
+    model = checkpoint(place, shape, layers)
     words = [
-        python, "-m", "freetoken", "--model", str(checkpoint(place, shape, layers)), "--port",
+        python, "-m", "freetoken", "--model", str(model), "--port",
         "{port}", *flags, "--num-tokens", str(most * (tokens + 256)), "--max-running-requests",
         str(most), "--max-seq-len-override", str(tokens + 256),
     ]  # fmt: skip
-    return servers.measure(place, words, {}, tokens)
+    prompts = servers.Prompts(tokens, model / "tokenizer.json")  # it refuses token ids
+    return servers.measure(place, words, {}, prompts)

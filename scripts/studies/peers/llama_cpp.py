@@ -217,5 +217,5 @@ def _serve(
         *_program(build, "llama-server"), *common, "-c", str(most * (tokens + 256)), "-np",
         str(most), "--port", "{port}", "--no-webui",
     ]  # fmt: skip
-    found = servers.measure(place, words, dict(setting.env), tokens)
+    found = servers.measure(place, words, dict(setting.env), servers.Prompts(tokens))
     return [_with(figure, None, build, "") for figure in found]

@@ -198,4 +198,4 @@ def _serve(
         f"--config.memory.device_gib={round(gib - CONTEXT_GIB, 2) if gib else 0}",
         f"--config.compilation_cache={place.files / 'programs'}",
     ]  # fmt: skip
-    return servers.measure(place, words, ENV, tokens)
+    return servers.measure(place, words, ENV, servers.Prompts(tokens))

@@ -1,4 +1,4 @@
-"""One client for the servers of all: OpenAI's /v1/completions, prompts of token ids."""
+"""One client for the servers of all: OpenAI's /v1/completions, prompts of token ids or words."""
 
 import concurrent.futures
 import contextlib
@@ -11,7 +11,10 @@ import statistics
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import tokenizers
 
 from scripts.studies.peers.running import (
     Figure,
@@ -33,17 +36,46 @@ LEAST_ID, MOST_ID = 300, 511  # of prompts: in every vocabulary of the study
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0
 JSON_HEADERS = {"Content-Type": "application/json"}
+WORD = re.compile(r"Ġ[a-z]+")  # a token that stays one token, whatever stands beside it
+
+
+class NotReadyError(ValueError):
+    """A server that still loads its model."""
+
+
+class Prompts:
+    """Random prompts; no two begin alike, so that no server finds one in its cache.
+
+    Args:
+      tokens: of each.
+      tokenizer: file of a server that takes texts alone, as Hugging Face has it; None: token ids.
+    """
+
+    def __init__(self, tokens: int, tokenizer: Path | None = None) -> None:
+        self.tokens = tokens
+        self._ids = list(range(LEAST_ID, MOST_ID))
+        self._tokenizer = None
+        if tokenizer is not None:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer))
+            name = self._tokenizer.id_to_token
+            self._ids = [one for one in self._ids if WORD.fullmatch(name(one) or "")]
+
+    def __call__(self, seed: int) -> list[int] | str:
+        """The prompt of a seed."""
+        drawn = random.Random(seed)
+        ids = [drawn.choice(self._ids) for _ in range(self.tokens)]
+        return self._tokenizer.decode(ids) if self._tokenizer else ids
 
 
 def measure(
-    place: Place, words: Sequence[str], env: Mapping[str, str], tokens: int
+    place: Place, words: Sequence[str], env: Mapping[str, str], prompts: Prompts
 ) -> list[Figure]:
     """Figures of a server that is started, asked and ended.
 
     Args:
       words: its command, in which "{port}" is replaced.
       env: added to the environment.
-      tokens: of each prompt.
+      prompts: what it is asked.
 
     Raises:
       NotRunError: it ends early, or refuses.
@@ -57,11 +89,11 @@ def measure(
     with device_memory() as memory, log.open("w") as file:
         process = start([word.replace("{port}", str(port)) for word in words], env, file, file)
         try:
-            model = _wait(process, port, place, tokens)
+            model = _wait(process, port, place, prompts)
             found = [
                 figure
                 for count in SEQUENCES
-                for figure in _figures(port, model, tokens, count, place)
+                for figure in _figures(port, model, prompts, count, place)
             ]
             own = _own_peak(port)
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -74,7 +106,7 @@ def measure(
     return [figure._replace(more=figure.more | peak) for figure in found]
 
 
-def _wait(process: "subprocess.Popen[str]", port: int, place: Place, tokens: int) -> str:
+def _wait(process: "subprocess.Popen[str]", port: int, place: Place, prompts: Prompts) -> str:
     """The model's name, once the server answers a prompt of the length that is measured."""
     until = time.monotonic() + place.each_s
     while process.poll() is None:
@@ -82,9 +114,9 @@ def _wait(process: "subprocess.Popen[str]", port: int, place: Place, tokens: int
             raise OutOfTimeError
         if time.monotonic() > until:
             raise NotRunError(f"was not ready after {place.each_s:.0f} s")
-        with contextlib.suppress(OSError, http.client.HTTPException, LookupError, ValueError):
+        with contextlib.suppress(OSError, http.client.HTTPException, LookupError, NotReadyError):
             model = str(json.loads(_exchange(port, "/v1/models")[1])["data"][0]["id"])
-            ask(port, model, _prompt(tokens, 0), 4)
+            ask(port, model, prompts(0), prompts.tokens, 4)
             return model
         time.sleep(0.5)
     raise OSError("the server ended before it was ready")
@@ -107,26 +139,21 @@ def _own_peak(port: int) -> float:
     return float(found[1]) / 2**30 if found else 0.0
 
 
-def _prompt(tokens: int, seed: int) -> list[int]:
-    """Random ids; no two prompts begin alike, so that no server finds one in its cache."""
-    drawn = random.Random(seed)
-    return [drawn.randrange(LEAST_ID, MOST_ID) for _ in range(tokens)]
-
-
 def complete(port: int, body: Mapping[str, Any]) -> Any:
     """Answer of a server on this machine to a completion.
 
     Raises:
-      ValueError: a status that is not 200.
+      ValueError: a status that is not 200; a `NotReadyError` if it is 503.
     """
     status, said = _exchange(port, "/v1/completions", json.dumps(body))
     if status != 200:
-        raise ValueError(f"status {status}: {said[:200].decode(errors='replace')}")
+        error = NotReadyError if status == 503 else ValueError
+        raise error(f"status {status}: {said[:200].decode(errors='replace')}")
     return json.loads(said)
 
 
-def ask(port: int, model: str, prompt: list[int], new_tokens: int) -> None:
-    """Asks for one greedy answer of so many tokens and waits for it.
+def ask(port: int, model: str, prompt: list[int] | str, tokens: int, new_tokens: int) -> None:
+    """Asks for one greedy answer of so many tokens to a prompt of `tokens`, and waits for it.
 
     Raises:
       ValueError: a status that is not 200, or another number of tokens.
@@ -138,17 +165,20 @@ def ask(port: int, model: str, prompt: list[int], new_tokens: int) -> None:
             "ignore_eos": True,
         },
     )["usage"]  # fmt: skip
-    if (usage["prompt_tokens"], usage["completion_tokens"]) != (len(prompt), new_tokens):
-        raise ValueError(f"{len(prompt)} tokens and {new_tokens} new ones were asked for: {usage}")
+    # FreeToken counts one token of an answer less, whatever its length.
+    is_whole = new_tokens - 1 <= usage["completion_tokens"] <= new_tokens
+    if usage["prompt_tokens"] != tokens or not is_whole:
+        raise ValueError(f"{tokens} tokens and {new_tokens} new ones were asked for: {usage}")
 
 
-def _figures(port: int, model: str, tokens: int, count: int, place: Place) -> list[Figure]:
+def _figures(port: int, model: str, prompts: Prompts, count: int, place: Place) -> list[Figure]:
     """Rates of `count` requests at once, by the medians of some runs.
 
     A chunk of a stream may hold one token or sixteen, so times are those of whole answers: of one
     token, T(1), and of N. Prompts are read at `count * tokens / T(1)` tokens a second, further
     tokens come at `count * (N - 1) / (T(N) - T(1))`.
     """
+    tokens = prompts.tokens
     seconds: dict[int, list[float]] = {1: [], NEW_TOKENS: []}
     for run in range(RUNS):
         for new_tokens, found in seconds.items():
@@ -157,8 +187,10 @@ def _figures(port: int, model: str, tokens: int, count: int, place: Place) -> li
             first = 1 + (2 * run + (new_tokens > 1)) * 1000 + count * 100_000
             began = time.perf_counter()
             with concurrent.futures.ThreadPoolExecutor(count) as pool:
-                prompts = [_prompt(tokens, seed) for seed in range(first, first + count)]
-                asked = [pool.submit(ask, port, model, prompt, new_tokens) for prompt in prompts]
+                asked = [
+                    pool.submit(ask, port, model, prompts(seed), tokens, new_tokens)
+                    for seed in range(first, first + count)
+                ]
                 for one in asked:
                     one.result()
             found.append(time.perf_counter() - began)
