@@ -17,7 +17,8 @@ from pathlib import Path
 from absl import app, flags
 
 from moejax.files.result_rows import read_rows
-from scripts.documents import api_reference, config_tables, measured, messages
+from moejax.models.hf.config import ARCHITECTURES
+from scripts.documents import api_reference, config_tables, measured
 from scripts.documents.commands import ROOT
 from scripts.studies.peers import budgets, llama_cpp, ours
 from scripts.studies.peers import section as peers
@@ -36,10 +37,16 @@ def _picture(shape: str) -> Picture:
     return Picture(shape, speed, [row for file in files for row in read_rows(file)])
 
 
+def _families() -> str:
+    """The values of `model_type` that are read, as a list in a sentence."""
+    *names, last = (f"`{name}`" for name in sorted(ARCHITECTURES))
+    return f"{', '.join(names)} or {last}"
+
+
 REGIONS: dict[str, Callable[[], str]] = {
     "configs": config_tables.tables,
     "api": api_reference.reference,
-    "families": messages.families,
+    "families": _families,
     **measured.REGIONS,
     "peers": lambda: budgets.short(peers.all_rows()),
     "peers moejax": lambda: budgets.in_line(peers.all_rows(), ours.NAME),

@@ -18,8 +18,9 @@ from pallas_kernels.dequant_matmul import mosaic as dense
 from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
 from pallas_kernels.mosaic_decode import low_rank_spec
 from scripts import make_documents
-from scripts.documents import commands, config_tables, dry, messages
+from scripts.documents import commands, config_tables, dry
 from scripts.documents.config_tables import MAINS
+from tests import error_messages
 
 ROOT = Path(__file__).parents[1]
 PAGES = commands.pages()
@@ -224,11 +225,11 @@ class PagesTest(absltest.TestCase):
 
     def test_messages_are_in_the_source(self):
         page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-        known = [text for texts in messages.templates().values() for text in texts]
-        quoted = messages.quoted(page)
+        known = [text for texts in error_messages.templates().values() for text in texts]
+        quoted = error_messages.quoted(page)
         self.assertGreater(len(quoted), 60)
         for text in quoted:
-            start = text.rstrip(f"{messages.OPEN} ")
+            start = text.rstrip(f"{error_messages.OPEN} ")
             self.assertTrue(any(one.startswith(start) for one in known), text)
 
     def test_no_machine_is_named(self):

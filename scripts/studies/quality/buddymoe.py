@@ -111,7 +111,6 @@ class Runs:
         self.subject = subject
         self._profiles: dict[tuple[str, str], BuddyProfile] = {}
         self._made: dict[Any, Served] = {}
-        self._done: dict[Any, Point] = {}
 
     def profile(self, text: str, source: str) -> BuddyProfile:
         """Profiles the text of that kind that is not scored."""

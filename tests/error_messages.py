@@ -3,7 +3,6 @@
 import ast
 import re
 
-from moejax.models.hf.config import ARCHITECTURES
 from scripts.documents.commands import ROOT
 
 OPEN = "…"  # what differs from case to case
@@ -30,12 +29,6 @@ def templates() -> dict[str, list[str]]:
 def quoted(page: str) -> list[str]:
     """The messages of a page: the first cells of its tables."""
     return _QUOTED.findall(page)
-
-
-def families() -> str:
-    """The values of `model_type` that are read, as a list in a sentence."""
-    *names, last = (f"`{name}`" for name in sorted(ARCHITECTURES))
-    return f"{', '.join(names)} or {last}"
 
 
 def _message(raised: ast.expr | None) -> str | None:
