@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moejax import generate, profile_experts
+from moejax import evaluate, generate, profile_experts
 from moejax.checkpoints import open_checkpoint
 from moejax.errors import MoejaxError
 from moejax.evaluation.expert_errors import _describe_errors, load_tiers, measure_errors
@@ -185,6 +185,15 @@ class TierErrorsTest(FolderTestCase):
             lines[1], f"layer 1: error of its output about {near:.2f} %, aligned {most:.2f} %"
         )
         self.assertIn("root mean square over layers: about ", lines[2])
+        with self.subTest("evaluate prints them"):
+            status, out, err = commands.run(
+                evaluate.COMMAND, checkpoint=self.checkpoint, text=self.folder / "text.txt",
+                window=WINDOW, stride=WINDOW, tier_errors=path, fidelity_share=0,
+                **{"policy.name": "dymoe", "policy.tiers": "int4,int2", "policy.quantizer": "rtn",
+                   "policy.group_size": 16, "policy.emulate": True},
+            )  # fmt: skip
+            self.assertEqual(status, 0, err)
+            self.assertRegex(out, r"layer 1: error of its output about \d+\.\d+ %, aligned")
         self.assertIn("the profile has no errors of int8", said(tiers=("int8", "int2"))[0])
         self.assertIn("no errors of int4=/x", said(tiers=("int4=/x", "int2"))[0])
         self.assertIn("the profile's tiers have group_size=16, not 8", said(8)[0])

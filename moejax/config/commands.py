@@ -125,6 +125,11 @@ JOIN = option(
 )  # fmt: skip
 MEMORY = option(MemoryConfig(), "memory limits")
 POLICY = option(PolicyConfig(), "policy of experts")
+TIER_ERRORS = option(
+    "", "a profile with tiers (moejax.profile_experts) by which a run with a policy tells each "
+    "layer's error (of moejax.generate with --stats); '': the checkpoint's, if it has one",
+    of=("policy.name",),
+)  # fmt: skip
 BITS = option(
     4, "bits of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)", choices=SHAPE_BITS,
     of=("shape",),
@@ -211,10 +216,7 @@ class GenerateConfig(_RecordConfig):
         "the exact model is loaded beside it under equal limits; 0: none",
         least=0, most=1, of=("policy.name",),
     )  # fmt: skip
-    tier_errors: str = option(
-        "", "a profile with tiers (moejax.profile_experts) by which --stats tells each layer's "
-        "error under a policy; '': the checkpoint's, if it has one", of=("policy.name",),
-    )  # fmt: skip
+    tier_errors: str = TIER_ERRORS
     seed: int = option(
         0,
         "sampling seed; text is not reproducible if a policy transfers experts between steps (see "
@@ -419,6 +421,7 @@ class EvaluateConfig(_RecordConfig):
         "loaded beside it under equal limits; 0: none",
         least=0, most=1, of=("policy.name",),
     )  # fmt: skip
+    tier_errors: str = TIER_ERRORS
     output: str = option("", "a JSON file for the result; '': none")
     platform: str = PLATFORM
     mesh: str = MESH

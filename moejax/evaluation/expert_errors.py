@@ -12,7 +12,7 @@ import numpy as np
 
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.resolve import resolve_checkpoint
-from moejax.config.commands import GenerateConfig
+from moejax.config.commands import EvaluateConfig, GenerateConfig
 from moejax.errors import MoejaxError
 from moejax.experts.ledger import Ledger
 from moejax.experts.tiering import Tiering, made_scheme, open_tier
@@ -88,7 +88,7 @@ def _refusal(measured: Mapping[str, Any], tiering: Tiering) -> str | None:
     return None
 
 
-def layer_errors(config: GenerateConfig, engine: "Engine") -> list[str]:
+def layer_errors(config: GenerateConfig | EvaluateConfig, engine: "Engine") -> list[str]:
     """Describes the errors of a run's layers by the profile of `tier_errors`, or why not.
 
     Nothing, where no profile is named and the checkpoint has none with errors.

@@ -22,6 +22,7 @@ from moejax.config.commands import EvaluateConfig
 from moejax.errors import MoejaxError, print_stderr
 from moejax.evaluation import fidelity
 from moejax.evaluation.answers import AnswerFile, beside, check_place
+from moejax.evaluation.expert_errors import layer_errors
 from moejax.evaluation.perplexity import (
     RULE,
     STANDARD_ERROR,
@@ -80,7 +81,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
             _write_record(output, result)
         answers.finish()
         moved = engine.ledger.describe() if engine.ledger else []
-        print("\n".join([_summary(result), *moved]), flush=True)
+        print("\n".join([_summary(result), *moved, *layer_errors(config, engine)]), flush=True)
         if tiering and config.fidelity_share:
             chosen = fidelity.sample(stream.ids, windowing, config.fidelity_share, config.seed)
             # Both models read these windows; the exact one is loaded first.

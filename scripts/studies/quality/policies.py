@@ -2,7 +2,7 @@
 
     python -m scripts.studies.quality.policies --checkpoint=RUN/model --label=study --origins=4 \
         --texts=DIR --output=scripts/studies/quality/study_quality.jsonl --time_budget_s=500
-    python -m scripts.studies.quality.policies --texts=DIR --output=rows.jsonl --judge_only
+    python -m scripts.studies.quality.policies --label=study --output=rows.jsonl --judge_only
 
 DIR holds eval/wikitext2.{test,valid}.raw.xz, and valid/ and train/{books,textbooks,code,math,
 chinese}.jsonl.xz; what is scored is of eval's test and of valid, profiles and warm-ups are of the
@@ -20,8 +20,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import app, flags
@@ -44,7 +45,7 @@ SECTIONS: dict[str, Callable[[Subject], Iterator[Case]]] = {
     "decide": decide.cases,
 }
 
-_TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
+_TEXTS = flags.DEFINE_string("texts", "", "folder of the texts")
 _SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "what to measure")
 _CASES = flags.DEFINE_multi_string("cases", [""], "regular expressions of cases, in this order")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model whose float32 fits")
@@ -77,12 +78,12 @@ def main(argv: list[str]) -> None:
     enable_compilation_cache(_CACHE.value)
     jax.config.update("jax_default_matmul_precision", "highest")
     is_done = True
-    subject = _subject(device)
-    bars = claims(subject.model.num_layers)
+    subject = None if _JUDGE.value else _subject(device)
+    bars = claims(subject.model.num_layers if subject else _num_layers(cases.rows_of(written)))
     for bar in bars:
         print(f"bar: {bar.paper}, {bar.said} ({bar.where}): {bar.bar}")
     print(f"bar: {dymoe.HEAVY_BAR}", f"bar: {exact.LAYERS_BAR}", sep="\n")
-    if not _JUDGE.value:
+    if subject:
         is_done = _measure(subject, device, clock)
     for line in cases.describe(bars, cases.nats_of(cases.rows_of(written), _LABEL.value)):
         print(line)
@@ -91,7 +92,16 @@ def main(argv: list[str]) -> None:
         sys.exit(MORE)
 
 
+def _num_layers(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Layers of the model of `--label`: of each alone in low precision there is a row."""
+    one = re.compile(rf"{re.escape(_LABEL.value)} \| .*one layer in int2 \| (\d+)")
+    found = (int(match[1]) for row in rows if (match := one.fullmatch(row["what"])))
+    return 1 + max(found, default=0)
+
+
 def _subject(device: jax.Device) -> Subject:
+    if not _TEXTS.value:
+        sys.exit("error: give --texts, the folder of the texts (--judge_only reads rows alone)")
     model = Model(_CHECKPOINT.value, device, METHOD)
     texts = Texts(Path(_TEXTS.value), model.tokenizer, WINDOW)
     subject = Subject(

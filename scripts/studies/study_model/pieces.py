@@ -12,6 +12,7 @@ names those that are missing or damaged, and writes nothing unless all are right
 import bz2
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +33,7 @@ TABLE = "pieces.json"
 
 def split(directory: Path, pieces: Path, piece_bytes: int) -> None:
     """Writes the pieces of all files in `directory` (not of its folders), and their table."""
-    files = sorted(path for path in directory.iterdir() if path.is_file())
+    files = sorted(path for path in directory.glob("*") if path.is_file())
     if not files:
         raise MoejaxError(f"{directory} has no files to cut into pieces")
     pieces.mkdir(parents=True, exist_ok=True)
@@ -100,13 +101,16 @@ def _cut(files: list[Path], piece_bytes: int) -> Iterator[bytes]:
 def main(argv: list[str]) -> None:
     """Splits or joins by the flags."""
     directory, pieces = Path(_DIRECTORY.value), Path(_PIECES.value)
-    match argv[1:]:
-        case ["split"]:
-            split(directory, pieces, _PIECE_MIB.value * 2**20)
-        case ["join"]:
-            join(pieces, directory)
-        case _:
-            raise app.UsageError("say split or join")
+    try:
+        match argv[1:]:
+            case ["split"]:
+                split(directory, pieces, _PIECE_MIB.value * 2**20)
+            case ["join"]:
+                join(pieces, directory)
+            case _:
+                raise app.UsageError("say split or join")
+    except MoejaxError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def regions(results: Results, page: str) -> dict[str, str]:
     last = re.compile(rf"\| ({'|'.join(VERDICTS)}) \|$", re.MULTILINE)  # cell of a table
     written = sections(_MADE.sub("", page))
     counts = {name: Counter(last.findall(text)) for name, text in written.items()}
-    windows = subjects.by_window(results)
+    windows = [subjects.by_window(results, of) for of in (subjects.STUDY, subjects.FIRST)]
     documents = [subjects.by_document(results, of) for of in subjects.OF_TASKS]
     quantized = [
         subjects.by_window(results, of, " | perplexity") for of in (subjects.SIXTH, subjects.FIRST)
@@ -75,13 +75,13 @@ def regions(results: Results, page: str) -> dict[str, str]:
         distances = [bar for bar in exact.CLAIMS if bar.paper == name]
         of_tasks = [bar for bar in task_cases.CLAIMS if bar.paper == title]
         for found, bars, unit in (
-            ([windows], [*_CLAIMS.get(name, ()), *distances], "Nats a token"),
+            (windows, [*_CLAIMS.get(name, ()), *distances], "Nats a token"),
             (documents, of_tasks, "Share of wrong answers"),
             (quantized, milo if name == "milo" else (), "Nats a token"),
         ):
             judged, without = subjects.claims(found, runs, bars, unit, _DOUBTS)
             claims, missing = claims + judged, missing + without
-        counts[name].update(claim[-1] for claim in claims)
+        counts[name].update([claim[-1] for claim in claims] + [NOT_MEASURED] * len(missing))
         head = ["claim", "section", "what we find", "verdict"]
         made[f"{name} claims"] = markdown_table(head, claims)
         said = f" {len(missing)} of {len(claims) + len(missing)} bars, {NOT_MEASURED}: "
