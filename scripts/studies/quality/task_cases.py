@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from scripts.studies.quality.cases import Claim, Comparison, rows_of
+from scripts.studies.quantizers import recipes
 
 TASKS = ("arc_easy", "hellaswag", "piqa")  # the study model is at chance on ARC-C
 _RESIDENT = "policy.name=resident"
@@ -21,10 +22,11 @@ def _dymoe(retention: float, *more: str) -> tuple[str, ...]:
             *_LOW)  # fmt: skip
 
 
-def _dynaexq(share: float, *more: str) -> tuple[str, ...]:
+def _dynaexq(share: float, *more: str, tiers: str = "int4+int2") -> tuple[str, ...]:
     """The share of 16 experts that is hot; asked anew every 2,048 tokens."""
     settings = " ".join(("period=2048", f"n_hot={round(16 * share)}", "max_requests=512", *more))
-    return ("policy.name=dynaexq", f"policy.settings={settings}", *_LOW, "policy.slots=15+16")
+    return ("policy.name=dynaexq", f"policy.settings={settings}", f"policy.tiers={tiers}",
+            "policy.emulate=True", "policy.slots=15+16")  # fmt: skip
 
 
 def _buddies(name: str, slots: int, **settings: Any) -> tuple[str, ...]:
@@ -43,6 +45,11 @@ def _composed(slots: int) -> tuple[str, ...]:
 
 _PRINTED = "background_bytes=0 keep_fetched=False"  # Algorithm 1 alone
 _RANDOM = _POLICY.format("buddymoe", "MatchedRandom")
+# The whole model in the precisions of MiLo's Table 3, attention too.
+_WHOLE = {
+    f"all in {of.label}": of for of in recipes.TABLE
+    if of.method in ("rtn", "gptq", "autoround", "hqq", "milo", "milo+") and of.group_size == 64
+}  # fmt: skip
 _CRITICAL = {"": (), ", by load": ("selection=load",), ", random": ("selection=random",)}
 METHODS: dict[str, tuple[str, ...]] = {
     "exact": (),
@@ -50,7 +57,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     **{
         f"DyMoE {low}, r = {retention}{said}": _dymoe(retention, *how, *more)
         for said, more in _CRITICAL.items()
-        for retention in ((0.75,) if said else (0.75, 0.9))
+        for retention in (0.5, 0.625, 0.75, 0.875, 0.9)
         for low, how in (("4/2", ()), ("4/0", ("low=skip",)))
     },
     **{
@@ -59,17 +66,35 @@ METHODS: dict[str, tuple[str, ...]] = {
         for name, share in (("half", 0.5), ("quarter", 0.25))
     },
     **{
+        f"DynaExq bf16/INT4, a half hot{said}": _dynaexq(0.5, *more, tiers="stored+int4")
+        for said, more in (("", ()), (", random", ("choice=random",)))
+    },
+    **{
         f"{who} c = {slots / 16:g}, rho {rho}": _buddies(policy, slots, rho=rho)
         for rho in (3, 4)
         for slots in (12, 8, 6)
         for who, policy in (("BuddyMoE", "buddymoe"), ("random", _RANDOM))
     },
-    "DyMoE 4/0 + BuddyMoE c = 0.5": _composed(8),
+    "BuddyMoE c = 0.75, rho 3, TAE": _buddies("buddymoe", 12, rho=3, tae_tau="profile"),
+    "BuddyMoE c = 0.75, rho 3, TAE and beta": _buddies(
+        "buddymoe", 12, rho=3, tae_tau="profile", beta=0.5
+    ),
+    **{
+        f"BuddyMoE in INT4 c = {slots / 16:g}, rho 3": (
+            *_buddies("buddymoe", slots, rho=3), "policy.tiers=int4"
+        ) for slots in (12, 8)
+    },
+    **{f"DyMoE 4/0 + BuddyMoE c = {slots / 16:g}": _composed(slots) for slots in (12, 8)},
     "MiLo INT3": (),
-}
+    **dict.fromkeys(_WHOLE, ()),
+}  # fmt: skip
 # Flags of `moejax.quantize`, for methods that read a checkpoint of their own.
 QUANTIZED = {
-    "MiLo INT3": ("method=none", "rank=Uniform-0", "rules=*experts*: method=milo bits=3 rank=16")
+    "MiLo INT3": ("method=none", "rank=Uniform-0", "rules=*experts*: method=milo bits=3 rank=16"),
+    **{
+        name: tuple(f"{field}={value}" for field, value in of.settings().items())
+        for name, of in _WHOLE.items()
+    },
 }
 # Methods of the picture of `tables.decisions`: its name, and the share of experts in slots. There
 # BuddyMoE's experts are in INT4, which those of its tasks are not.
@@ -81,6 +106,7 @@ IN_PICTURE = {
     "DynaExq 4/2, a quarter hot": ("DynaExq 4/2", 0.25),
     "DyMoE 4/0 + BuddyMoE c = 0.5": ("DyMoE 4/0 + BuddyMoE", 0.5),
 }
+_S1 = "all in INT3 milo, Dense-25% + Kurtosis-8, INT3 factors"
 ALL = "mean of the tasks"
 BATCH = 16  # documents at once; one under a policy that decides, as `moejax.lm_eval` reads them
 
@@ -120,6 +146,18 @@ CLAIMS = (
           ("DyMoE", "heavy hitters tell critical experts with 4/0", "6.3, Figure 11", "plain load",
            ", by load", ("DyMoE 4/0, r = 0.75",)),
       )),
+    # Of 2026-11-29, when of these only DyMoE's at r = 0.9 had rows, of the fifth model.
+    Claim("DynaExq", "of the gap between bf16 and INT4, 35 % comes back", "Table 1, 30B, A6000",
+          "with a half hot, at least 35 % of the gap in wrong answers comes back",
+          (_wrong((1, "DynaExq bf16/INT4, a half hot"), (-0.65, "INT4"), (-0.35, "exact")),)),
+    *(Claim("DyMoE", f"heavy hitters tell critical experts of {low} at other retentions",
+            "6.3, Figure 11", "fewer wrong answers than plain load",
+            tuple(_wrong((1, f"DyMoE {low}, r = {r}"), (-1, f"DyMoE {low}, r = {r}, by load"))
+                  for r in (0.5, 0.625, 0.875, 0.9)))
+      for low in ("4/2", "4/0")),
+    Claim("MiLo", "MiLo is better than HQQ and GPTQ in INT3 on tasks", "4.1, Table 3",
+          "as s1 fewer wrong answers than either",
+          tuple(_wrong((1, _S1), (-1, f"all in INT3 {null}")) for null in ("hqq", "gptq"))),
     *(Claim("BuddyMoE", f"loses {share} of what random experts lose, c = {rate}", f"Table {table}",
             f"loses at most {share} of what random experts lose for the same pairs",
             (_wrong((1, f"BuddyMoE c = {rate}, rho 3"), (-share, f"random c = {rate}, rho 3"),
@@ -187,7 +225,8 @@ def batch_of(method: str) -> int:
 def checkpoint_of(method: str, checkpoint: str) -> str:
     """The checkpoint that a method reads, beside the model's where it has its own."""
     checkpoint = checkpoint.rstrip("/")
-    return f"{checkpoint}-{method.replace(' ', '-')}" if method in QUANTIZED else checkpoint
+    said = "".join(c if c.isalnum() else "-" for c in method)  # a list of arguments has commas
+    return f"{checkpoint}-{said}" if method in QUANTIZED else checkpoint
 
 
 def arguments_of(method: str, checkpoint: str) -> str:

@@ -39,6 +39,9 @@ PROFILE = "buddies.safetensors"
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model of 16 experts a layer")
 _LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _DATA = flags.DEFINE_string("data", "", "folder of the tasks' files, as `moejax.lm_eval` has it")
+_CALIBRATION = flags.DEFINE_string(
+    "calibration", "default", "text of quantizers that need one: a file, or the one that ships"
+)
 _WORK_DIR = flags.DEFINE_string("work_dir", "", "folder of the runs' own output")
 _TASKS = flags.DEFINE_list("tasks", list(TASKS), "tasks with the metric acc_norm")
 _METHODS = flags.DEFINE_multi_enum("methods", list(METHODS), list(METHODS), "which methods")
@@ -114,7 +117,8 @@ def _prepare(method: str) -> bool:
     if method in QUANTIZED:
         output = checkpoint_of(method, checkpoint)
         made, command = Path(output) / "config.json", ["moejax.quantize"]
-        command += [f"--config.{flag}" for flag in (f"output={output}", *QUANTIZED[method])]
+        chosen = f"output={output}", f"calibration={_CALIBRATION.value}", *QUANTIZED[method]
+        command += [f"--config.{flag}" for flag in chosen]
     elif "buddymoe" not in " ".join(METHODS[method]):
         return True
     given = (f"--config.checkpoint={checkpoint}", f"--config.platform={_PLATFORM.value}")

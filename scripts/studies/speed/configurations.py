@@ -114,7 +114,7 @@ def _buddymoe(num_experts: int) -> Methods:
 
 
 def _cost(num_experts: int) -> Methods:
-    """A policy's own time: every expert is there and runs in INT4, as in the pool alone."""
+    """A policy's own time: every expert is there and runs in INT4 or INT2, as in the pool alone."""
     one, two = str(num_experts), f"{num_experts},{num_experts}"
     return {
         "pool": flags_of(memory__slots=num_experts),
@@ -125,6 +125,8 @@ def _cost(num_experts: int) -> Methods:
         "dymoe 4/2": _policy("dymoe", "int4,int2", "retention=1,prefetch=0", policy__slots=two),
         "buddymoe": _policy("buddymoe", "int4", "rho=0", policy__slots=one),
         "dynaexq": _policy("dynaexq", "int8,int4", "n_hot=0", policy__slots=f"1,{one}"),
+        "pool, INT2": flags_of(bits=2, memory__slots=num_experts),
+        "dynaexq 4/2": _policy("dynaexq", "int4,int2", "n_hot=0", policy__slots=f"1,{one}"),
     }  # fmt: skip
 
 
