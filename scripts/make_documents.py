@@ -33,7 +33,7 @@ STUDIES = ROOT / "scripts/studies"
 @functools.cache
 def _picture(shape: str) -> Picture:
     speed = list(read_rows(STUDIES / "speed/decide_h200.jsonl"))
-    files = [STUDIES / f"quality/study{n}_quality.jsonl" for n in (3, 4, 5)]
+    files = [STUDIES / f"quality/study{n}_quality.jsonl" for n in (3, 4, 5, 6)]
     return Picture(shape, speed, [row for file in files for row in read_rows(file)])
 
 
