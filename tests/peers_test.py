@@ -205,7 +205,7 @@ class ServersTest(absltest.TestCase):
             mock.patch.object(_Server, "wrong", True),
             self.assertRaisesRegex(ValueError, "usage|asked"),
         ):
-            servers.ask(self.port, "it", [300, 301], 2, 5)
+            servers.ask(self.port, "it", [300, 301], 2, 4)
 
     def test_a_server_that_loads_is_waited_for_and_one_that_refuses_is_not(self):
         place = Place(Path(), Path(), time.monotonic() + 60, 60)

@@ -165,9 +165,9 @@ def ask(port: int, model: str, prompt: list[int] | str, tokens: int, new_tokens:
             "ignore_eos": True,
         },
     )["usage"]  # fmt: skip
-    # FreeToken counts one token of an answer less, whatever its length.
-    is_whole = new_tokens - 1 <= usage["completion_tokens"] <= new_tokens
-    if usage["prompt_tokens"] != tokens or not is_whole:
+    # FreeToken, which takes texts, counts one token of an answer less, whatever its length.
+    least = new_tokens - isinstance(prompt, str)
+    if usage["prompt_tokens"] != tokens or not least <= usage["completion_tokens"] <= new_tokens:
         raise ValueError(f"{tokens} tokens and {new_tokens} new ones were asked for: {usage}")
 
 
