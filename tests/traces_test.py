@@ -212,7 +212,6 @@ class RecordingTest(FolderTestCase):
         )  # fmt: skip
         assert process.stdout is not None
         self.assertEqual(process.stdout.readline(), "ready\n")
-        self.assertLen(list(self.directory.glob(".x.trace.*")), 1)
         process.send_signal(signal.SIGTERM)
         process.communicate()
         self.assertEqual(process.returncode, -signal.SIGTERM)

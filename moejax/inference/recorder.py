@@ -6,10 +6,6 @@ A recording step has one more output; a step that does not record is unchanged.
 import collections
 import contextlib
 import math
-import os
-import shutil
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -252,33 +248,8 @@ def recording(
     if not config.moe_layers:
         raise MoejaxError("there is no routing to record: the model has no sparse layer")
     about = {TIERS: _stored_forms(runner)} | (about or {})
-    writer = TraceWriter(path, config.num_experts, about)
-    with writer, _delete_on_sigterm(writer.folder):
+    with TraceWriter(path, config.num_experts, about) as writer:
         recorder = Recorder(spec, writer)
         with runner.recorded_by(recorder):
             yield
             recorder._finish()
-
-
-@contextlib.contextmanager
-def _delete_on_sigterm(folder: Path) -> Iterator[None]:
-    """Deletes `folder` if SIGTERM ends the process inside this context.
-
-    The handler raises nothing: an exception is lost if Python is running JAX's garbage collector
-    callback. A program's own handler stays in place.
-    """
-
-    def end(number: int, frame: object) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

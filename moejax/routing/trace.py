@@ -24,24 +24,19 @@ people: `model`, `text`, `date`, `versions`, `command`. Qwen3-30B-A3B takes 1.2 
 the parts at will, which are there or not for the whole file.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
-import shutil
-import struct
-import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import numpy as np
-import safetensors
+import safetensors.numpy
 
 from moejax.errors import MoejaxError
-from moejax.files.checksums import Checksum, checksum
-from moejax.files.whole import check_output, write_errors
+from moejax.files.checksums import checksum
+from moejax.files.whole import check_output, write_whole
 
 FORMAT, VERSION = "moejax-trace", "2"
 WITHOUT_CHECKSUM = "1"  # a version that is read still
@@ -50,8 +45,6 @@ STEPS_PER_CALL, TIERS = "steps_per_call", "tiers"  # facts that the replay reads
 _MOST_STEPS = 2**16
 REQUIRED = ("step", "sequence", "position", "phase", "ids", "weights")
 OPTIONAL = ("predicted_ids", "predicted_probabilities", "probabilities", "importance")
-_STORED = {np.dtype("int32"): "I32", np.dtype("float16"): "F16", np.dtype("uint16"): "U16"}
-_STORED[np.dtype("uint8")] = "U8"
 _DTYPES: dict[str, np.dtype] = {
     **dict.fromkeys(("step", "sequence", "position"), np.dtype(np.int32)),
     **dict.fromkeys(("weights", *OPTIONAL[1:]), np.dtype(np.float16)),
@@ -189,9 +182,10 @@ class Trace:
                 raise MoejaxError(f"{name} of a token hold an expert twice")
 
 
-def _seal(facts: Mapping[str, str], tensors: Mapping[str, tuple[str, list[int], int]]) -> str:
+def _seal(facts: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
     """Checksum of metadata, and of each tensor's name, dtype, shape and bytes."""
-    said = json.dumps([sorted(facts.items()), sorted(tensors.items())])
+    found = {n: (str(a.dtype), list(a.shape), checksum([a])) for n, a in tensors.items()}
+    said = json.dumps([sorted(facts.items()), sorted(found.items())])
     return f"{zlib.crc32(said.encode()):08x}"
 
 
@@ -214,22 +208,16 @@ def has_format(path: Path, name: str) -> bool:
 
 
 class TraceWriter:
-    """Appends rows to a trace; the file is whole or absent.
+    """Collects rows of a trace in memory; `close` writes the file, whole.
 
-    Rows go to one file per tensor in a hidden folder (`folder`) beside the trace; `close` joins
-    them. An exception inside the context removes everything.
+    An exception inside the context leaves no file.
     """
 
     def __init__(self, path: Path, num_experts: int, facts: Mapping[str, str] | None = None):
         """Begins a trace at a path that `check_place` allows."""
         check_place(path)
         self.path, self.num_experts, self.facts = path, num_experts, dict(facts or {})
-        self.num_rows = 0
-        with write_errors(path):
-            self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        self._files: dict[str, IO[bytes]] = {}
-        self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-        self._checksums: dict[str, Checksum] = {}
+        self._rows: dict[str, list[np.ndarray]] = {}
 
     def append(self, **rows: np.ndarray) -> None:
         """Appends rows of every tensor of the first call, cast to the module's table.
@@ -242,73 +230,28 @@ class TraceWriter:
         if missing := [name for name in REQUIRED if name not in rows]:
             raise ValueError(f"rows without {', '.join(missing)}")
         arrays = {name: np.ascontiguousarray(a, dtypes[name]) for name, a in rows.items()}
-        kinds = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
         if len({len(array) for array in arrays.values()}) != 1:
             raise ValueError(f"rows of different numbers: { {n: len(a) for n, a in rows.items()} }")
-        if self._kinds and kinds != self._kinds:
-            raise ValueError(f"rows of {kinds}, the trace has {self._kinds}")
-        self._kinds = kinds
+        shapes = {name: array.shape[1:] for name, array in arrays.items()}
+        known = {name: parts[0].shape[1:] for name, parts in self._rows.items()}
+        if known and shapes != known:
+            raise ValueError(f"rows of {shapes}, the trace has {known}")
         for name, array in arrays.items():
-            self._checksums.setdefault(name, Checksum()).update(array)
-            with write_errors(self.path):
-                if name not in self._files:
-                    self._files[name] = (self.folder / name).open("wb")
-                self._files[name].write(array.data if array.size else b"")
-        self.num_rows += len(arrays["step"])
+            self._rows.setdefault(name, []).append(array)
 
     def close(self) -> None:
-        """Joins the file; nothing else may be called after it.
+        """Writes the file; nothing else may be called after it.
 
         Raises:
           MoejaxError: no row was appended, so there is no file.
         """
-        try:
-            if not self.num_rows:
-                raise MoejaxError(f"nothing ran, so there is no trace for {self.path}")
-            # Wide types first, so that every tensor is aligned.
-            names = sorted(self._kinds, key=lambda name: -self._kinds[name][0].itemsize)
-            partial = self.folder / "whole"
-            with write_errors(self.path):
-                with partial.open("wb") as file:
-                    file.write(self._header(names))
-                    for name in names:
-                        self._files[name].close()
-                        with (self.folder / name).open("rb") as part:
-                            shutil.copyfileobj(part, file, 2**20)
-                    file.flush()
-                    os.fsync(file.fileno())
-                partial.replace(self.path)
-        finally:
-            self._discard()
-
-    def _discard(self) -> None:
-        """Removes all traces of the file; does nothing after `close`."""
-        for file in self._files.values():
-            with contextlib.suppress(OSError):  # what it had still to write finds no room
-                file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _header(self, names: list[str]) -> bytes:
+        if not any(map(len, self._rows.get("step", ()))):
+            raise MoejaxError(f"nothing ran, so there is no trace for {self.path}")
+        tensors = {name: np.concatenate(self._rows.pop(name)) for name in list(self._rows)}
         facts = {"format": FORMAT, "version": VERSION, "num_experts": str(self.num_experts)}
         facts = {**self.facts, **facts}
-        sealed = {
-            name: (str(dtype), [self.num_rows, *shape], self._checksums[name].value)
-            for name, (dtype, shape) in self._kinds.items()
-        }
-        header: dict[str, object] = {"__metadata__": {**facts, "checksum": _seal(facts, sealed)}}
-        end = 0
-        for name in names:
-            dtype, shape = self._kinds[name]
-            whole = (self.num_rows, *shape)
-            start, end = end, end + int(np.prod(whole)) * dtype.itemsize
-            header[name] = {
-                "dtype": _STORED[dtype],
-                "shape": list(whole),
-                "data_offsets": [start, end],
-            }
-        text = json.dumps(header, ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
+        content = safetensors.numpy.save(tensors, {**facts, "checksum": _seal(facts, tensors)})
+        write_whole(self.path, content)
 
     def __enter__(self) -> Self:
         return self
@@ -316,8 +259,6 @@ class TraceWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:
-            self._discard()
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -351,14 +292,11 @@ def read_trace(path: Path) -> Trace:
             if missing := [name for name in REQUIRED if name not in names]:
                 raise MoejaxError(f"trace {path} lacks {', '.join(missing)}")
             tensors = {n: file.get_tensor(n) for n in (*REQUIRED, *OPTIONAL) if n in names}
-        if version == VERSION:
-            found = {n: (str(a.dtype), list(a.shape), checksum([a])) for n, a in tensors.items()}
-            if _seal(facts, found) != said:
-                raise MoejaxError(
-                    f"trace {path} is not what was written (its checksum is {_seal(facts, found)}, "
-                    f"{said} by its header): the file was changed, or the disk fails; copy or "
-                    "record it again"
-                )
+        if version == VERSION and (found := _seal(facts, tensors)) != said:
+            raise MoejaxError(
+                f"trace {path} is not what was written (its checksum is {found}, {said} by its "
+                "header): the file was changed, or the disk fails; copy or record it again"
+            )
         del facts["format"], facts["version"]
         trace = Trace(num_experts=int(facts.pop("num_experts", "")), facts=facts, **tensors)
     except (safetensors.SafetensorError, ValueError, TypeError) as error:
