@@ -288,14 +288,3 @@ class AskTest(HostTestCase, parameterized.TestCase):
         for layer, expert, tier in ASKED[:carried_out]:
             expected[layer, expert] &= tier == HOT
         np.testing.assert_array_equal(hot, expected)
-
-
-class ResetTest(HostTestCase):
-    def test_a_policy_of_another_rule_is_refused(self):
-        policy = DyMoE(low="skip", prefetch=0)
-        _, memory = cached_runner(policy, (4,), (4,))
-        memory.reset(dataclasses.replace(policy, retention=0.9))
-        with self.assertRaisesRegex(ValueError, "renormalise=True.*has another rule"):
-            memory.reset(dataclasses.replace(policy, renormalise=True))
-        _, asked = cached_runner(dataclasses.replace(policy, renormalise=True), (4,), (4,))
-        asked.reset(policy)  # its programs ask the policy itself

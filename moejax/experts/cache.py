@@ -416,7 +416,7 @@ class ExpertMemory:
                     tier._reallocate()
             leaves = jax.tree.leaves((self._state, self._gate))
             if has_failed or any(leaf.is_deleted() for leaf in leaves):
-                self._reset_policy()
+                self.reset()
             raise
 
     @contextlib.contextmanager
@@ -431,7 +431,7 @@ class ExpertMemory:
             with self._lock:  # all at once: a step of another thread takes all of them
                 for tier in self.tiers:
                     tier._reallocate()
-                self._reset_policy()
+                self.reset()
             raise
         self._check_failures(failures_before)
 
@@ -583,36 +583,11 @@ class ExpertMemory:
         gate: jax.Array = self.tiers[0]._put(no_gate(self.spec.cache.num_layers, len(self.tiers)))
         return gate
 
-    def _reset_policy(self, policy: AnyPolicy | None = None) -> None:
-        self._state, self._gate = self._init_policy(policy or self.spec.policy)
-        self._answer, self._backoff = None, _PollingBackoff()
-
-    def reset(self, policy: AnyPolicy | None = None, held: Sequence[np.ndarray] = ()) -> None:
-        """Returns the policy to its state before any token.
-
-        Args:
-          policy: another one that the same programs serve: it differs in settings that sweep.
-          held: int32[M, n] of each tier, experts for its slots; () keeps those of now.
-            For emulated tiers only: no bytes are moved.
-
-        Raises:
-          ValueError: steps follow the rule of a policy (`Policy.decode_rule`) whose form is not the
-            other one's.
-        """
-        if policy is not None and not any(tier.spec.emulated for tier in self.tiers):
-            own, other = (
-                jax.eval_shape(one.decode_rule, self._state) for one in (self._policy, policy)
-            )
-            differ = str(jax.tree.structure(own)) != str(jax.tree.structure(other))
-            if own is not None and differ:
-                raise ValueError(f"{policy} has another rule than {self.spec.policy}: open it anew")
+    def reset(self) -> None:
+        """Returns the policy to its state before any token."""
         with self._lock:
-            self._reset_policy(policy)
-            for tier, experts in zip(self.tiers, held, strict=len(held) > 0):
-                assert tier.spec.emulated
-                content = residency.seeded(tier.spec.cache, experts)
-                content = put(content, self.place)
-                tier.pool = dataclasses.replace(tier.pool, residency=content)
+            self._state, self._gate = self._init_policy(self.spec.policy)
+            self._answer, self._backoff = None, _PollingBackoff()
 
 
 def preload(

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.checkpoints.open import open_checkpoint
+from moejax.devices import put
 from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.ledger import Ledger
-from moejax.experts.residency import CacheSizes
+from moejax.experts.residency import CacheSizes, seeded
 from moejax.experts.state import ExpertCache, TierSpec
 from moejax.inference import steps
 from moejax.inference.runner import Runner
@@ -271,12 +272,15 @@ class Served:
             for one, count in zip(given, self.slots, strict=True)
         ]
         self.memory.read_counters()
-        self.memory.reset(policy, content)
+        self.memory.reset()
+        self.memory._state, self.memory._gate = self.memory._init_policy(policy)
         names = dict.fromkeys(self.tiers)
         self.memory.ledger = Ledger(
             {n: t.ledger for n, t in zip(names, self.memory.tiers, strict=True)}
         )
-        for tier in self.memory.tiers:
+        for tier, experts in zip(self.memory.tiers, content, strict=True):
+            slots = put(seeded(tier.spec.cache, experts), self.memory.place)
+            tier.pool = dataclasses.replace(tier.pool, residency=slots)
             tier.ledger.layers = []
 
     def run(self, windows: Windows, batch: int, *, as_decode: bool = False) -> Measured:
