@@ -28,7 +28,7 @@ from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.weights import linear as ops
 from moejax.weights.linear import KernelChoice
 from pallas_kernels import op
-from pallas_kernels.target import SIMULATED, Target
+from pallas_kernels.target import SIMULATED, Choice, Target
 from tests import gpu_targets, model_kinds, slow, tiny_engine
 from tests.host_test_case import HostTestCase
 
@@ -138,8 +138,7 @@ CHOICES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "states": (delta_net._choose_delta_step, (NEXT,)),
     "attention": (
         lambda config, dtype, kernels: attention.choose_cached(
-            config, dtype, kernels.target or Target("cpu", None),
-            "xla" if kernels.implementation == "reference" else None,
+            config, dtype, kernels.target or Target("cpu", None)
         ),
         (QWEN3_30B_A3B, MIXTRAL_8X7B, DEEPSEEK_V2_LITE, QWEN3_NEXT_80B_A3B),
     ),
@@ -165,9 +164,10 @@ class WiringTest(HostTestCase):
             mosaic, reference = (
                 dataclasses.replace(AMPERE, implementation=of) for of in ("mosaic", "reference")
             )
-            for kernels in (AMPERE, mosaic)[: 1 + (choice != "attention")]:
-                self.assertEqual(chosen(HALF, kernels), ("triton", {}))
-            self.assertEqual(chosen(HALF, reference).describe(), "xla")
+            self.assertEqual(chosen(HALF, AMPERE), ("triton", {}))
+            if choice != "attention":  # which looks at the device alone
+                self.assertEqual(chosen(HALF, mosaic), ("triton", {}))
+                self.assertEqual(chosen(HALF, reference).describe(), "xla")
             refused = [(HALF, ops.NO_KERNELS), (HALF, ops.Kernels(Target("cpu", None)))]
             if choice != "routing":  # which is in float32
                 refused.append((jnp.dtype("float32"), AMPERE))
@@ -176,12 +176,10 @@ class WiringTest(HostTestCase):
                 self.assertEqual(found.implementation, "xla")
                 self.assertNotEmpty(found.refusals["triton"])
 
-    def test_attention_that_is_asked_of_the_kernel_and_refused_is_an_error(self):
-        choose = functools.partial(attention.choose_cached, QWEN)
-        self.assertEqual(attention.cached_impl(choose(HALF, AMPERE.target)), "kernel")
-        self.assertEqual(attention.cached_impl(choose(HALF, AMPERE.target, "xla")), "xla")
-        with self.assertRaisesRegex(ValueError, "by the kernel: "):
-            choose(jnp.dtype("float32"), AMPERE.target, "kernel")
+    @parameterized.parameters((HALF, "kernel"), (jnp.dtype("float32"), "xla"))
+    def test_attention_by_the_kernel_unless_it_refuses(self, dtype, expected):
+        choice = attention.choose_cached(QWEN, dtype, AMPERE.target)
+        self.assertEqual(attention.cached_impl(choice), expected)
 
     def test_reasons_of_both_kernels_are_given(self):
         config = dataclasses.replace(QWEN, model_dim=8200, head_dim=24)
@@ -327,7 +325,8 @@ class WiringTest(HostTestCase):
                     KernelChoice("triton", dtype, False, {}),
                 )
             self.assertNotIn(name, on_gpu.kernel_choices(256, 1))
-            by_xla = Runner(config, half, cpu, kernels=AMPERE, decode_impl="xla")
+            by_xla = Runner(config, half, cpu, kernels=AMPERE)
+            by_xla._cached = Choice("xla", {})
             self.assertEqual(by_xla.kernel_choices(1, 1)[name].describe(), "xla, bfloat16")
             with mock.patch.object(token_step.residual_norm.triton, "MAX_WIDTH", 16):
                 refused = on_gpu.kernel_choices(1, 1)

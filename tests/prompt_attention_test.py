@@ -81,7 +81,6 @@ class PromptTest(HostTestCase):
         half = {name: jnp.asarray(of, HALF) for name, of in weights.items()}
         cpu = jax.devices("cpu")[0]
         tokens = np.random.default_rng(1).integers(0, 32, (2, 29), np.int32)
-        how = {"kernels": ops.NO_KERNELS, "decode_impl": "xla"}
         with (
             mock.patch.object(runners, "longest_chunk", lambda *_: 16),
             gpu_targets.pretended(SIMULATED),
@@ -89,10 +88,11 @@ class PromptTest(HostTestCase):
                 attention, "_prompt_attention", side_effect=attention._prompt_attention
             ) as calls,
         ):
-            by_xla = Runner(TINY, half, cpu, prompt_impl="xla", **how)
+            by_xla = Runner(TINY, half, cpu, kernels=ops.NO_KERNELS)
+            by_xla._chunked = Choice("xla", {})
             expected = by_xla.logits(tokens)
             self.assertEqual(calls.call_count, 0)
-            by_kernel = Runner(TINY, half, cpu, prompt_impl="kernel", **how)
+            by_kernel = Runner(TINY, half, cpu, kernels=ops.NO_KERNELS)
             found = by_kernel.logits(tokens)
             self.assertGreaterEqual(calls.call_count, 2)
             # A chunk of one token is no decode step: it knows its prompt's length.
@@ -104,10 +104,6 @@ class PromptTest(HostTestCase):
 
 
 class ChoiceTest(HostTestCase):
-    def test_xla_serves_where_it_is_chosen(self):
-        found = attention.choose_chunked(QWEN3_30B_A3B, HALF, AMPERE, "xla")
-        self.assertEqual(found, Choice("xla", {}))
-
     @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B, QWEN3_NEXT_80B_A3B)
     def test_the_kernel_serves_where_it_is_chosen(self, config):
         found = attention.choose_chunked(config, HALF, AMPERE)
@@ -118,16 +114,13 @@ class ChoiceTest(HostTestCase):
         on_cpu = attention.choose_chunked(config, HALF, Target("cpu", None))
         self.assertEqual(on_cpu.implementation, "xla")
         self.assertIn("it runs on GPUs", on_cpu.refusals["triton"])
-        asked = attention.choose_chunked(config, HALF, AMPERE, "kernel")
-        self.assertEqual(asked.implementation, "triton")
 
     def test_refusals_are_said(self):
         latents = attention.choose_chunked(DEEPSEEK_V2_LITE, HALF, AMPERE)
         self.assertIn("keys of 64 and values of 512", latents.refusals["triton"])
-        with self.assertRaisesRegex(
-            ValueError, "attention of prompts by the kernel: q is f.*sm_80"
-        ):
-            attention.choose_chunked(QWEN3_30B_A3B, jnp.dtype("float32"), AMPERE, "kernel")
+        wide = attention.choose_chunked(QWEN3_30B_A3B, jnp.dtype("float32"), AMPERE)
+        self.assertEqual(wide.implementation, "xla")
+        self.assertRegex("; ".join(wide.refusals.values()), "q is f.*sm_80")
 
 
 class PlanTest(HostTestCase):

@@ -404,7 +404,8 @@ class WholeCallsTest(parameterized.TestCase):
         how = {"temperature": 0.8, "top_k": 50, "repetition_penalty": 1.2, "seed": 3}
         found = []
         for whole in (False, True):
-            serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=whole)
+            serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device)
+            serving._whole_calls = whole
             session = start(serving, prompts, **how)
             emitted = [np.asarray(serving.decode(session, n, 8)) for n in (3, 8, 1, 5)]
             state = session.state
@@ -435,7 +436,8 @@ class WholeCallsTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_an_answer_of_which_much_would_be_waste_is_not_run_whole(self):
-        serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=True)
+        serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device)
+        serving._whole_calls = True
         for num_new, expected in ((2, False), (4, False), (17, True), (20, True)):
             serving.programs._programs.clear()
             [answer] = answers(serving, [random_tokens(12).tolist()], 64, num_new, per_call=4)

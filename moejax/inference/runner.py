@@ -46,7 +46,6 @@ from moejax.inference.kernel_warnings import expected_kernel, phase_warnings
 from moejax.inference.recorder import Recorder
 from moejax.inference.steps import Sampling, StepOutput
 from moejax.models.attention import (
-    CachedAttentionImpl,
     cached_impl,
     choose_cached,
     choose_chunked,
@@ -146,17 +145,11 @@ class Runner:
         *,
         kernels: ops.Kernels | None = None,
         memory: ExpertMemory | None = None,
-        decode_impl: CachedAttentionImpl | None = None,
-        prompt_impl: CachedAttentionImpl | None = None,
-        whole_calls: bool | None = None,
         mesh: DeviceMesh | None = None,
     ):
         """Compiles nothing yet.
 
         Args:
-          decode_impl: what serves attention of decode; None for the kernel where it can.
-          prompt_impl: what serves attention of prompts to the cache, as `decode_impl`.
-          whole_calls: see `steps.decode` on `fixed_trip_count`; None for what suits the device.
           mesh: devices that run the steps together, `device` the first; None: it alone.
         """
         by_heads = mesh is not None and mesh.splits_heads
@@ -168,7 +161,7 @@ class Runner:
         is_cpu = device.platform == "cpu"
         self.short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
         self._chooses_kv_length = is_cpu
-        self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
+        self._whole_calls = device.platform == "gpu"  # `fixed_trip_count` of `steps.decode`
         pools = memory.spec.tiers if memory and device.platform == "gpu" else ()
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
         self.mesh = mesh
@@ -198,8 +191,8 @@ class Runner:
         self.experts_used: set[ExpertImpl] = set()
         self._attention = default_attention_impl(config, self.dtype, device.platform)
         target = target_of(device)
-        self._cached = choose_cached(config, self.dtype, target, decode_impl)
-        self._chunked = choose_chunked(config, self.dtype, target, prompt_impl)
+        self._cached = choose_cached(config, self.dtype, target)
+        self._chunked = choose_chunked(config, self.dtype, target)
         self._stored = dict(weights) | (memory.stacks() if memory else {})
         self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
         self._tiers = [[*tier.stacks().values()] for tier in (memory.tiers if memory else ())]

@@ -38,22 +38,8 @@ def default_attention_impl(config: ModelConfig, dtype: jnp.dtype, platform: str)
     return "cudnn" if platform == "gpu" and half and served else "xla"
 
 
-def choose_cached(
-    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: CachedAttentionImpl | None = None
-) -> Choice:
-    """Chooses decode attention over the cache, with the kernel's refusals.
-
-    Args:
-      asked: an implementation by name; None takes the kernel unless it refuses.
-
-    Returns:
-      A kernel or "xla".
-
-    Raises:
-      ValueError: the kernel was asked for and refuses.
-    """
-    if asked == "xla":
-        return Choice("xla", {})
+def choose_cached(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
+    """Chooses decode attention over the cache: a kernel, or "xla" with the kernels' refusals."""
     *lead, key_dim = cache_shape(config, 1, 1)
     width, more_dim = config.head_dim, 0
     if config.latent:  # absorbed: latents are keys and values
@@ -61,19 +47,15 @@ def choose_cached(
     q = jax.ShapeDtypeStruct((1, config.num_heads, width), dtype)
     keys = jax.ShapeDtypeStruct((*lead, width), dtype)
     chosen = decode_attention.OPERATION.choose(q, keys, more_dim, target=target)
-    return _kernel_or_xla(chosen, "decode", asked)
+    return _kernel_or_xla(chosen)
 
 
-def choose_chunked(
-    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: CachedAttentionImpl | None = None
-) -> Choice:
+def choose_chunked(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
     """Chooses attention of prompts to the cache, as `choose_cached` does that of decode."""
-    if asked == "xla":
-        return Choice("xla", {})
     keys = jax.ShapeDtypeStruct(cache_shape(config, 1, TILED), dtype)
     q = jax.ShapeDtypeStruct((1, TILED, config.num_heads, config.head_dim), dtype)
     chosen = chunk_attention.OPERATION.choose(q, keys, config.cached_dims[1], target=target)
-    return _kernel_or_xla(chosen, "prompts", asked)
+    return _kernel_or_xla(chosen)
 
 
 def stores_scores(config: ModelConfig, itemsize: int, target: Target) -> bool:
@@ -97,14 +79,8 @@ def _planned(itemsize: int, target: Target) -> tuple[jnp.dtype, Target]:
     return jnp.dtype("bfloat16" if itemsize == 2 else "float32"), target
 
 
-def _kernel_or_xla(chosen: Choice, phase: str, asked: CachedAttentionImpl | None) -> Choice:
-    """The kernel unless all refused; an error if one was asked for."""
-    if chosen.implementation != REFERENCE:
-        return chosen
-    if asked == "kernel":
-        reasons = "; ".join(chosen.refusals.values())
-        raise ValueError(f"attention of {phase} by the kernel: {reasons}")
-    return Choice("xla", chosen.refusals)
+def _kernel_or_xla(chosen: Choice) -> Choice:
+    return chosen if chosen.implementation != REFERENCE else Choice("xla", chosen.refusals)
 
 
 def cached_impl(choice: Choice) -> CachedAttentionImpl:
