@@ -265,7 +265,8 @@ def arrived(case: Case, given: Given, tables: Any) -> Any:
         if case.slots[i]:
             counts = Counts(of.events, of.gate)
             coming = given.arrives[i][None]
-            _, state, counts = residency.admit(spec, state, given.layer, coming, counts)
+            layers = jnp.full_like(coming, given.layer)
+            _, state, counts = residency.admit(spec, state, layers, coming, counts)
             of = package.Tables(state.table, state.clock, counts.events, counts.gate)
         after.append(of)
     return after

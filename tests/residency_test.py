@@ -91,7 +91,8 @@ def replay(spec: CacheSizes, max_needed: int, decisions: Decision) -> Any:
         return nothing._replace(prefetch=(made.experts, made.slots)), state, counts
 
     def admit(state, counts, given):
-        made, state, counts = residency.admit(spec, state, given.layer, given.listed, counts)
+        layers = jnp.full_like(given.listed, given.layer)
+        made, state, counts = residency.admit(spec, state, layers, given.listed, counts)
         return nothing._replace(slots=made), state, counts
 
     branches = (plan, predict, admit)

@@ -23,10 +23,7 @@ from pallas_kernels.cache_plan.operands import (
     num,
     read_row,
     without,
-    write_row,
 )
-
-Layer = int | jax.Array  # int or int32[], 0 <= layer < M
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +44,7 @@ class Counts:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         return self.events[..., COLUMNS[name]]
 
-    def add(self, layer: Layer | slice, **amounts: jax.Array | int) -> "Counts":
+    def add(self, layer: int | jax.Array | slice, **amounts: jax.Array | int) -> "Counts":
         """Adds int32[] amounts to events of a layer, or of several, by the names of `EVENTS`."""
         return dataclasses.replace(self, events=counted(self.events, layer, **amounts))
 
@@ -137,59 +134,46 @@ def seeded(spec: CacheSizes, experts: np.ndarray | jax.Array) -> Residency:
 
 
 def admit(
-    spec: CacheSizes, residency: Residency, layer: Layer, experts: jax.Array, counts: Counts
+    spec: CacheSizes, residency: Residency, layers: jax.Array, experts: jax.Array, counts: Counts
 ) -> tuple[jax.Array, Residency, Counts]:
     """Admits experts whose bytes a bulk transfer brought, between steps.
 
     Victims are those of a plan, never one that is itself in the list. Refused, with slot -1: an
     expert that is resident already, and one for which there is no victim.
 
+    Each layer by the first of its experts, for all of them, so that none takes another one's slot;
+    and all layers at once: one after the other took longer than the step beside it.
+
     Args:
-      experts: int32[n], the most urgent first; -1 is skipped.
+      layers: int32[n], of the experts; -1 is skipped.
+      experts: int32[n], the most urgent of a layer first; -1 is skipped.
 
     Returns:
       Global slots int32[n], and residency and counts after it.
     """
-    before, size = read_row(residency.table, layer, spec.num_experts), len(experts)
+    size = len(experts)
     index = jnp.arange(size, dtype=jnp.int32)
-    same = experts[:, None] == jnp.arange(spec.num_experts, dtype=jnp.int32)[None]
-    first = jnp.where(same, index[:, None], size).min(axis=0, initial=size)
-    wanted = first < size
-    new = wanted & (before.slot_of < 0)
-    order = jnp.sum(new[None] & (first[None] < first[:, None]), axis=1, dtype=jnp.int32)
-    coming, row = brought_ahead(before, new, order, wanted, residency.clock, spec.longer_layers > 0)
-    counts = counts.add(layer, bulk=num(coming >= 0), **departures(before, row))
-    # An expert that stands twice in the list gets its slot in the first place.
-    leads = (experts >= 0) & (first.at[experts].get(mode="clip") == index)
-    local = index_of(coming, jnp.where(leads, experts, -2))
-    at = jnp.asarray(layer, jnp.int32)
-    slots = jnp.where(local >= 0, spec.first_slot(at // spec.banks) + local, -1)
-    table = write_row(residency.table, layer, row)
-    return slots, dataclasses.replace(residency, table=table), counts
 
-
-def admit_all(
-    spec: CacheSizes, residency: Residency, layers: jax.Array, experts: jax.Array, counts: Counts
-) -> tuple[jax.Array, Residency, Counts]:
-    """Admits experts of several layers as `admit`, int32[n] each, none twice; layer -1 is skipped.
-
-    Each layer by the first of its experts, for all of them, so that none takes another one's slot;
-    and all layers at once: one after the other took longer than the step beside it.
-    """
-    longer = min(1, spec.longer_layers)
-    sized = dataclasses.replace(spec, num_layers=1, banks=1, longer_layers=longer)
-    empty = no_counts(1)
-
-    def one(table: jax.Array, mine: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        row = dataclasses.replace(residency, table=table[None])
-        found, row, events = admit(sized, row, 0, jnp.where(mine, experts, -1), empty)
-        return row.table[0], jnp.where(mine, found, -1), events.events[0]
+    def one(table: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        before = read_row(table[None], 0, spec.num_experts)
+        same = experts[:, None] == jnp.arange(spec.num_experts, dtype=jnp.int32)[None]
+        first = jnp.where(same, index[:, None], size).min(axis=0, initial=size)
+        wanted = first < size
+        new = wanted & (before.slot_of < 0)
+        order = jnp.sum(new[None] & (first[None] < first[:, None]), axis=1, dtype=jnp.int32)
+        coming, row = brought_ahead(
+            before, new, order, wanted, residency.clock, spec.longer_layers > 0
+        )
+        events = no_counts(1).add(0, bulk=num(coming >= 0), **departures(before, row)).events[0]
+        # An expert that stands twice in the list gets its slot in the first place.
+        leads = (experts >= 0) & (first.at[experts].get(mode="clip") == index)
+        return row.columns, index_of(coming, jnp.where(leads, experts, -2)), events
 
     same = (layers[:, None] == layers[None]) & (layers >= 0)[None]
-    index = jnp.arange(len(layers), dtype=jnp.int32)
     leads = (jnp.argmax(same, axis=1) == index) & (layers >= 0)
     rows = jnp.maximum(layers, 0)
-    table, local, events = jax.vmap(one)(residency.table[rows], same & leads[:, None])
+    mine = jnp.where(same & leads[:, None], experts, -1)
+    table, local, events = jax.vmap(one)(residency.table[rows], mine)
     local = jnp.max(local, axis=0)
     slots = jnp.where(local >= 0, spec.first_slot(rows // spec.banks) + local, -1)
     places = jnp.where(leads, layers, spec.num_layers)

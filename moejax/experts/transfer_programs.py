@@ -76,7 +76,7 @@ def _drop_higher_copies(pool: TierSlots, tier: int, requests: Requests) -> TierS
 def _insert_emulated(spec: TierSpec, pool: TierSlots, tier: int, requests: Requests) -> TierSlots:
     """Admits requested experts to an emulated tier, as bulk transfers do, without bytes."""
     layers = jnp.where(requests.tier == tier, requests.layer, -1)
-    _, residency, counts = tables.admit_all(
+    _, residency, counts = tables.admit(
         spec.cache, pool.residency, layers, requests.expert, pool.counts
     )
     return dataclasses.replace(pool, residency=residency, counts=counts)

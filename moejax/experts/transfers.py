@@ -128,7 +128,7 @@ def _insert_experts(
       The pool, and int32[n] global slots, -1 where none was had.
     """
     layers, experts = what
-    slots, residency, counts = tables.admit_all(spec, pool.residency, layers, experts, pool.counts)
+    slots, residency, counts = tables.admit(spec, pool.residency, layers, experts, pool.counts)
     dropped = jnp.where((layers >= 0) & (slots < 0), layers, spec.num_layers)
     counts = counts.add(dropped, bulk=1, prefetch_waste=1)
     banks = []
