@@ -58,7 +58,7 @@ from moejax.quantization.pipeline.expert_rows import QuantizedRows
 from moejax.quantization.pipeline.quantizers import Program
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
-from moejax.weights.shares import Shares, shares_of
+from moejax.weights.shares import shares_of
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
@@ -213,11 +213,8 @@ def plan_experts(
             for tier, source in zip(stored, sources, strict=True)
         ]
         if num_shares > 1:
-            width = _width_of_shares(stored, sources, tiering, chosen, num_devices)
+            width = _width_of_shares(checkpoint, stored, sources, tiering, chosen, num_devices)
             run = dataclasses.replace(run, config=dataclasses.replace(run.config, expert_dim=width))
-            if config.expert_bias:
-                biases = stored_shares(checkpoint, chosen, num_devices)
-                _check_cuts(biases, stored, sources, tiering, chosen)
         # On a mesh tiers are whole copies.
         is_one = len({source.directory for source in sources}) == 1 and num_devices == 1
         widths = [source.read_bits for source in sources] if is_one else []
@@ -535,16 +532,17 @@ def _sizes(
 
 
 def _width_of_shares(
-    stored: Sequence[StoredTier], sources: Sequence[Checkpoint], tiering: Tiering, dtype: np.dtype,
-    num_devices: int,
+    checkpoint: Checkpoint, stored: Sequence[StoredTier], sources: Sequence[Checkpoint],
+    tiering: Tiering, dtype: np.dtype, num_devices: int,
 ) -> int:  # fmt: skip
-    """Width of a device's share of an expert; MoejaxError if it differs between tiers."""
-    widths = {
-        tier.name: shares_of(source.config.expert_dim, num_devices, tiering.group_size).share_width
+    """Width of a device's share of an expert; MoejaxError if tiers or biases are cut elsewhere."""
+    shares = {
+        tier.name: shares_of(source.config.expert_dim, num_devices, tiering.group_size)
         if tier.bits
-        else checkpoint_sizes(source, dtype, num_devices).config.expert_dim
+        else stored_shares(source, dtype, num_devices)
         for tier, source in zip(stored, sources, strict=True)
     }
+    widths = {name: own.share_width for name, own in shares.items()}
     if len(set(widths.values())) > 1:
         said = ", ".join(f"{name} {width}" for name, width in widths.items())
         raise MoejaxError(
@@ -552,24 +550,15 @@ def _width_of_shares(
             f"in different tiers ({said}): give tiers of one group size (policy.group_size), or "
             "another mesh"
         )
-    return next(iter(widths.values()))
-
-
-def _check_cuts(
-    biases: Shares, stored: Sequence[StoredTier], sources: Sequence[Checkpoint],
-    tiering: Tiering, dtype: np.dtype,
-) -> None:  # fmt: skip
-    """Raises MoejaxError where a tier's experts are cut elsewhere than their biases."""
-    for tier, source in zip(stored, sources, strict=True):
-        own = stored_shares(source, dtype, biases.count)
-        if tier.bits:
-            own = shares_of(source.config.expert_dim, biases.count, tiering.group_size)
-        if any(own.span(i) != biases.span(i) for i in range(biases.count)):
+    biases = stored_shares(checkpoint, dtype, num_devices)
+    for name, own in shares.items() if checkpoint.config.expert_bias else ():
+        if any(own.span(i) != biases.span(i) for i in range(num_devices)):
             raise MoejaxError(
-                f"a mesh of {biases.count} cuts the experts of tier {tier.name} in units of "
+                f"a mesh of {num_devices} cuts the experts of tier {name} in units of "
                 f"{own.unit} and their biases in units of {biases.unit}: give "
                 f"policy.group_size={biases.unit}, or another mesh"
             )
+    return next(iter(widths.values()))
 
 
 def _check_suits(policy: AnyPolicy, tiers: Sequence[TierSize], spec: PolicySpec) -> None:
