@@ -129,20 +129,7 @@ class TierStep:
           beside: the array that products read meanwhile.
         """
         other = None if beside is None else self._bank(slots, turn, beside)
-        bank = self._from_host(self._bank(slots, turn, array), jobs, other)
-        return self._finish_fetch(slots, turn, layer, bank, jobs, array)
-
-    def _finish_fetch(
-        self, slots: TierSlots, turn: int, layer: Index, bank: Bank, jobs: Fetch, array: int = OWN
-    ) -> TierSlots:
-        """Puts a filled bank in its place, after fetching the rest from the disk.
-
-        Waits count with the slots: those for refinements in shared ones with the base planes'.
-        """
-        bank, waits = self._from_disk(bank, layer, jobs)
-        if waits is not None:
-            slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))
-        return self._with_bank(slots, turn, bank, array)
+        return _filled([self], [slots], turn, layer, [jobs], array, beside=other)[0]
 
     def _copy_job(self, bank: Bank, jobs: Fetch) -> expert_fetch.CopyJob | None:
         """Returns the copy from host memory; None where there is nothing to copy."""
@@ -159,21 +146,6 @@ class TierStep:
         if self.kernels.target.platform == "gpu" and chosen.implementation == "reference":
             raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
         return chosen.implementation
-
-    def _from_host(
-        self, bank: Bank, jobs: Fetch, beside: Bank | None = None, after: Any = ()
-    ) -> Bank:
-        """Copies host rows to a donated bank; `beside` is read by products meanwhile.
-
-        `after`: arrays that are written first, where a kernel copies.
-        """
-        if (job := self._copy_job(bank, jobs)) is None:
-            return bank
-        how = self._fetch_implementation(job)
-        if beside is None or how != "triton":
-            return expert_fetch.fetch([job], implementation=how, after=after)[0]
-        tiles = expert_fetch.BESIDE
-        return expert_fetch.fetch([job], implementation=how, tiles=tiles, after=beside)[0]
 
     def _from_disk(self, bank: Bank, layer: Index, jobs: Fetch) -> tuple[Bank, jax.Array | None]:
         """Copies experts from the disk, if any; returns their int32[] count."""
@@ -545,10 +517,41 @@ def fetch_together(
         for step, of in zip(reversed(steps), reversed(jobs), strict=True):
             found[1] = step.copy_rows(found[1], turn, layer, of)
         return found
-    banks = [step._bank(slots, turn) for step, slots in zip(steps, tiers, strict=True)]
-    banks = _filled_together(steps, banks, jobs, after)
-    for i, step in enumerate(steps):
-        found[i] = step._finish_fetch(found[i], turn, layer, banks[i], jobs[i])
+    return _filled(steps, tiers, turn, layer, jobs, after=after)
+
+
+def _filled(
+    steps: Sequence[TierStep], tiers: Sequence[TierSlots], turn: int, layer: Index,
+    jobs: Sequence[Fetch], array: int = OWN, *, beside: Bank | None = None, after: Any = (),
+) -> list[TierSlots]:  # fmt: skip
+    """Copies host rows to an array of each tier, then what is on the disk alone.
+
+    One launch copies them all where the kernel takes them. Waits count with the slots: those for
+    refinements in shared ones with the base planes'.
+
+    Args:
+      beside: read by products meanwhile; of one tier.
+      after: as in `fetch_together`, where a kernel copies.
+    """
+    banks = [step._bank(slots, turn, array) for step, slots in zip(steps, tiers, strict=True)]
+    made = [step._copy_job(banks[i], jobs[i]) for i, step in enumerate(steps)]
+    copies = {i: job for i, job in enumerate(made) if job is not None}
+    how = {i: steps[i]._fetch_implementation(job) for i, job in copies.items()}
+    by_kernel, tiles = set(how.values()) == {"triton"}, None
+    if by_kernel and beside is not None:
+        tiles, after = expert_fetch.BESIDE, beside
+    for launch in [[*copies]] if by_kernel else [[i] for i in copies]:
+        filled = expert_fetch.fetch(
+            [copies[i] for i in launch], implementation=how[launch[0]], tiles=tiles, after=after
+        )
+        for i, bank in zip(launch, filled, strict=True):
+            banks[i] = bank
+    found = []
+    for step, slots, bank, of in zip(steps, tiers, banks, jobs, strict=True):
+        bank, waits = step._from_disk(bank, layer, of)
+        if waits is not None:
+            slots = dataclasses.replace(slots, counts=slots.counts.add(layer, waits=waits))
+        found.append(step._with_bank(slots, turn, bank, array))
     return found
 
 
@@ -577,17 +580,3 @@ def prefetch_planes(
     for step, of in zip(reversed(steps), reversed(jobs), strict=True):
         found[1] = step.copy_rows(found[1], layer.turn, following, of, NEXT, OWN)
     return found
-
-
-def _filled_together(
-    tiers: Sequence[TierStep], banks: Sequence[Bank], jobs: Sequence[Fetch], after: Any
-) -> list[Bank]:
-    """Copies host rows to a bank of each tier, in one launch where the kernel takes several."""
-    wanted = list(zip(tiers, banks, jobs, strict=True))
-    made = {i: tier._copy_job(bank, of) for i, (tier, bank, of) in enumerate(wanted)}
-    some = {i: job for i, job in made.items() if job is not None}
-    if len(some) < 2 or any(tiers[i]._fetch_implementation(j) != "triton" for i, j in some.items()):
-        return [tier._from_host(bank, of, after=after) for tier, bank, of in wanted]
-    filled = expert_fetch.fetch(list(some.values()), implementation="triton")
-    found = dict(zip(some, filled, strict=True))
-    return [found.get(i, bank) for i, bank in enumerate(banks)]
