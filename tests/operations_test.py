@@ -16,7 +16,6 @@ from pallas_kernels import (
     delta_step,
     dequant_matmul,
     grouped_dequant_matmul,
-    hqq_solve,
     peer_sum,
     qkv_to_cache,
     residual_norm,
@@ -171,27 +170,6 @@ def _cache_write_case() -> Case:
     )
 
 
-def _hqq_case() -> Case:
-    odd = (leaf(4, 3, dtype="float16"), wide(2, 100))
-    return Case(
-        hqq_solve.OPERATION,
-        (wide(4, 128), None, whole()),
-        {"bits": 3, "group_size": 64},
-        (
-            (
-                {0: whole(4, 100), 1: odd, "bits": 9},
-                ("sm_80", "K=100 is", "bits 9", "weights are int32", "u has sh", "u is f"),
-            ),
-        ),
-        (
-            (
-                {"group_size": 48},
-                ("group_size 48 is none of 32, 64, 128",),
-            ),
-        ),
-    )  # fmt: skip
-
-
 CASES = {
     "buddy_search": Case(
         buddy_search.OPERATION,
@@ -209,7 +187,6 @@ CASES = {
     "delta_step": _delta_case(),
     "dequant_matmul": _product_case(),
     "grouped_dequant_matmul": _layer_case(),
-    "hqq_solve": _hqq_case(),
     "peer_sum": Case(
         peer_sum.OPERATION,
         (wide(64, 4096), whole(1, 5)),

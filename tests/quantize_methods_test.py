@@ -13,6 +13,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import open_checkpoint
+from moejax.quantization import hqq
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid, dequantize
 from moejax.quantization.pipeline import quantizers
@@ -20,7 +21,7 @@ from moejax.quantization.pipeline.calibration_pass import CalibrationRun
 from moejax.quantization.pipeline.recipe import Scheme
 from moejax.quantization.pipeline.run import quantize_checkpoint
 from moejax.weights.qtensor import dense
-from pallas_kernels import layout, op
+from pallas_kernels import layout
 from pallas_kernels.target import SIMULATED
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 from tests.random_checkpoints import TINY, write_random_checkpoint, write_tokenizer
@@ -243,7 +244,7 @@ class MethodsTest(QuantizeTestCase):
         served = dataclasses.replace(served, zero_kind="float")
         odd = dataclasses.replace(served, group_size=48)
         matrices = [((64, 96), odd), ((32, 96), odd), ((64, 128), served)]
-        self.enter_context(mock.patch.object(op, "current_target", lambda: SIMULATED))
+        self.enter_context(mock.patch.object(hqq, "current_target", lambda: SIMULATED))
         [line] = quantizers.kernel_remarks(matrices)
         self.assertRegex(line, "^2 matrices were solved without the HQQ kernel.*group_size 48")
         self.assertEmpty(quantizers.kernel_remarks(matrices[2:]))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.quantization.grid import Codes, Grid, group_members, merge_groups, split_groups
-from pallas_kernels.hqq_solve import OPERATION, hqq_solve
+from pallas_kernels.hqq_solve import hqq_solve, refusal
 from pallas_kernels.hqq_solve.settings import (
     BETA,
     HARMLESS_ERROR,
@@ -21,7 +21,7 @@ from pallas_kernels.hqq_solve.settings import (
     MIN_RANGE,
     NORM,
 )
-from pallas_kernels.target import SIMULATED, Target
+from pallas_kernels.target import SIMULATED, Target, current_target
 
 State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # steps done, zeros, least error, going
 
@@ -116,7 +116,7 @@ def kernel_refusal(
         return f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}"
     if grid.planes:
         return "it finds codes of one width"
-    return OPERATION.refusal("triton", weights, None, grid.bits, grid.group_size, target=target)
+    return refusal(weights, None, grid.bits, grid.group_size, target or current_target())
 
 
 def kernel_hqq(
@@ -135,7 +135,6 @@ def kernel_hqq(
         bits=grid.bits,
         group_size=grid.group_size,
         low_rank=(u, v) if u.shape[-1] else None,
-        implementation="triton",
         interpret=interpret,
     )
     return Codes(solution.codes, solution.scales, solution.zeros)

@@ -1,15 +1,13 @@
-"""Public call of the HQQ solve, its operation, and the library's stop rule."""
+"""Public call of the HQQ solve, its refusals, and the library's stop rule."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hqq_solve.reference import hqq_solve_reference
 from pallas_kernels.hqq_solve.settings import MAX_STEPS
 from pallas_kernels.hqq_solve.triton import Tiles, hqq_solve_triton
-from pallas_kernels.op import Implementation, Operation
-from pallas_kernels.target import Target, platform_refusal
+from pallas_kernels.target import SIMULATED, Target, current_target, platform_refusal
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -25,13 +23,14 @@ class HqqSolution(NamedTuple):
     errors: jax.Array  # float32[..., MAX_STEPS]: mean |error| before each step that was taken; or 0
 
 
-def _refusal(
+def refusal(
     weights: Operand,
     low_rank: tuple[Operand, Operand] | None,
     bits: int,
     group_size: int,
     target: Target,
 ) -> str | None:
+    """Returns all reasons why the kernel refuses, in one line, or None."""
     reasons = [reason] if (reason := platform_refusal(target)) else []
     if group_size not in GROUP_SIZES:
         reasons.append(f"group_size {group_size} is none of {', '.join(map(str, GROUP_SIZES))}")
@@ -53,18 +52,6 @@ def _refusal(
     return "; ".join(reasons) or None
 
 
-# A choice is for weights [..., N, K], low-rank factors u [..., N, R] and v [..., R, K] or None, the
-# bits of a code and the weights that share a scale.
-OPERATION = Operation(
-    "hqq_solve",
-    kernels=(Implementation("triton", _refusal, hqq_solve_triton),),
-    reference=hqq_solve_reference,
-    abstract=lambda weights, low_rank, steps, bits, group_size: (
-        weights, low_rank, bits, group_size
-    ),
-)  # fmt: skip
-
-
 def hqq_solve(
     weights: jax.Array,
     *,
@@ -72,7 +59,6 @@ def hqq_solve(
     group_size: int,
     low_rank: tuple[jax.Array, jax.Array] | None = None,
     steps: jax.Array | None = None,
-    implementation: str | None = None,
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> HqqSolution:
@@ -88,7 +74,13 @@ def hqq_solve(
       low_rank: u float32[..., N, R] and v float32[..., R, K], whose product is subtracted from the
         weights in float32 inside the kernel; zero components change nothing.
       steps: int32[...], number of steps, up to `MAX_STEPS`; None for the stop rule.
+
+    Raises:
+      ValueError: the kernel refuses; one line lists all reasons.
     """
+    target = SIMULATED if interpret else current_target()
+    if reason := refusal(weights, low_rank, bits, group_size, target):
+        raise ValueError(f"hqq_solve refuses: {reason}")
     *lead, num_rows, num_inputs = weights.shape
     flat = weights.reshape(-1, num_rows, num_inputs)
     if low_rank is not None:
@@ -96,10 +88,9 @@ def hqq_solve(
         low_rank = u.reshape(-1, num_rows, u.shape[-1]), v.reshape(-1, v.shape[-2], num_inputs)
 
     def solve(steps: jax.Array) -> HqqSolution:
-        found = OPERATION(
-            flat, low_rank, steps, bits=bits, group_size=group_size,
-            implementation=implementation, tiles=tiles, interpret=interpret,
-        )  # fmt: skip
+        found = hqq_solve_triton(
+            flat, low_rank, steps, bits=bits, group_size=group_size, target=target, tiles=tiles
+        )
         return HqqSolution(*found)
 
     if steps is None:
