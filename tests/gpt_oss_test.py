@@ -30,7 +30,7 @@ from pallas_kernels import decode_attention, grouped_dequant_matmul, mxfp4
 from pallas_kernels.gating import Gating
 from pallas_kernels.op import offset_refusal
 from pallas_kernels.packed import PackedMatrices, plain, with_scale_pairs
-from pallas_kernels.target import Target
+from pallas_kernels.target import SIMULATED, Target, current_target
 from pallas_kernels.triton import product
 from tests import slow
 from tests.decode_attention_test import Shape, parts_of, random_operands
@@ -59,7 +59,7 @@ class KernelTest(parameterized.TestCase):
             off = np.abs(np.asarray(found[b, h]).astype(np.float64) - weights @ v)
             self.assertLess((off / (weights @ np.abs(v))).max(), 2**-6)
 
-    def check_biases_and_clamped_gates(self, num_tokens, bias_dtype="float32", **how):
+    def check_biases_and_clamped_gates(self, implementation, num_tokens, bias_dtype, target):
         rng, gating = np.random.default_rng(6), Gating(alpha=1.702, limit=1.5, up_offset=1.0)
         x, gate_up = (
             rng.normal(0, 1, size).astype(np.float32).astype(jnp.bfloat16)
@@ -73,9 +73,9 @@ class KernelTest(parameterized.TestCase):
         gate, up = np.split(wide + bias.astype(np.float64), 2, axis=-1)
         gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
         expected = (up + 1) * gate / (1 + np.exp(-1.702 * gate)) * (tier >= 0)[..., None]
-        found = grouped_dequant_matmul.gate_up(
-            jnp.asarray(x), pairs, [plain(jnp.asarray(gate_up))], bias=jnp.asarray(bias),
-            gating=gating, **how,
+        found = grouped_dequant_matmul.api.PRODUCT[implementation](
+            jnp.asarray(x), pairs, [plain(jnp.asarray(gate_up))], [()], None, target,
+            bias=jnp.asarray(bias), gating=gating,
         )  # fmt: skip
         found = np.asarray(found).astype(np.float64)
         np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-4)
@@ -86,17 +86,14 @@ class KernelTest(parameterized.TestCase):
         ("mosaic", 3, "bfloat16"), ("mosaic", 3, "float16"),
     )  # fmt: skip
     def test_biases_and_clamped_gates(self, implementation, num_tokens, bias_dtype="float32"):
-        how = {} if implementation == "reference" else {"interpret": True}
-        self.check_biases_and_clamped_gates(
-            num_tokens, bias_dtype, implementation=implementation, **how
-        )
+        self.check_biases_and_clamped_gates(implementation, num_tokens, bias_dtype, SIMULATED)
 
     @parameterized.product(
         implementation=("triton", "mosaic"), num_tokens=(3, 12), bias_dtype=("float32", "bfloat16")
     )
     @pytest.mark.gpu
     def test_compiled_biases_and_clamped_gates(self, **how):
-        self.check_biases_and_clamped_gates(**how)
+        self.check_biases_and_clamped_gates(target=current_target(), **how)
 
     def test_mosaic_refuses_biases_and_other_gates_of_many_rows(self):
         shape = jax.ShapeDtypeStruct((200, 256), jnp.bfloat16)

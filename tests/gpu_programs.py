@@ -123,12 +123,12 @@ def layer(
         target: Target,
     ) -> Any:  # fmt: skip
         if is_streamed and target.capability == (9, 0):
-            hidden = grouped_mosaic.gate_up_mosaic(x, pairs, gate_up, terms[0], None, target)
-            return grouped_mosaic.down_mosaic(hidden, pairs, down, terms[1], None, target)
-        hidden = grouped_triton.gate_up_triton(
-            x, pairs, gate_up, terms[0], None, target, bias, gating, given[0]
-        )
-        return grouped_triton.down_triton(hidden, pairs, down, terms[1], None, target, given[1])
+            mosaic = grouped_mosaic.product_mosaic
+            hidden = mosaic(x, pairs, gate_up, terms[0], None, target, gating=gating)
+            return mosaic(hidden, pairs, down, terms[1], None, target)
+        triton = grouped_triton.product_triton
+        hidden = triton(x, pairs, gate_up, terms[0], None, target, bias, gating, given[0])
+        return triton(hidden, pairs, down, terms[1], None, target, products=given[1])
 
     index, weight = (leaf(tokens, width, dtype=dtype) for dtype in ("int32", "float32"))
     pairs = Assignments(index, index, weight)

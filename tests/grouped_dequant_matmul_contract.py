@@ -8,9 +8,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from pallas_kernels import grouped_dequant_matmul as package
+from pallas_kernels.gating import SWIGLU
+from pallas_kernels.grouped_dequant_matmul import api
 from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.target import SIMULATED, current_target
 from tests import packed_operands
 from tests.packed_operands import ROUNDOFF, UNIT_ROUNDOFF, Form, Terms
 
@@ -172,6 +177,19 @@ def expected_layer(
         weight = operands.weight[tokens, places].astype(np.float64)[:, None]
         np.add.at(variance, tokens, (weight * error[tokens, places]) ** 2 @ (matrix**2).T)
     return y, slack + 4 * np.sqrt(variance)
+
+
+def product_by_product(
+    operands: Operands, implementation: str, tiles: Any = None, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Hidden values and the weighted combine, by calls of their own."""
+    pairs = package.Assignments(operands.tier, operands.slot, operands.weight)
+    how = tiles, SIMULATED if interpret else current_target()
+    product, ups, downs = api.PRODUCT[implementation], operands.gate_up, operands.down
+    hidden = product(operands.x, pairs, ups, operands.gate_up_low_rank, *how, gating=SWIGLU)
+    products = product(hidden, pairs, downs, operands.down_low_rank, *how)
+    ran = (operands.tier >= 0) & (operands.tier < len(downs))
+    return hidden, package.combine(products, ran, operands.weight, hidden.dtype)
 
 
 def violation(hidden: Any, y: Any, operands: Operands, rounds_weights: bool = False) -> str | None:

@@ -27,6 +27,7 @@ from tests.grouped_dequant_matmul_contract import (
     LEAVES_A_PART_OUT,
     Operands,
     layer_violation,
+    product_by_product,
     random_operands,
     violation,
 )
@@ -63,17 +64,7 @@ FAST_REFERENCE = (
 
 def program(**how: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Hidden values and the layer's; traced anew, so that a kernel may be tampered with."""
-
-    def call(operands: Operands) -> tuple[jax.Array, jax.Array]:
-        assignments = package.Assignments(operands.tier, operands.slot, operands.weight)
-        hidden = package.gate_up(
-            operands.x, assignments, operands.gate_up, low_rank=operands.gate_up_low_rank, **how
-        )
-        return hidden, package.down(
-            hidden, assignments, operands.down, low_rank=operands.down_low_rank, **how
-        )
-
-    return compiled_quickly(call, **how)
+    return compiled_quickly(lambda operands: product_by_product(operands, **how), **how)
 
 
 def layer(**how: Any) -> Callable[..., jax.Array]:

@@ -17,7 +17,7 @@ from absl.testing import parameterized
 from pallas_kernels import grouped_dequant_matmul as package
 from pallas_kernels import launch
 from pallas_kernels.gating import SWIGLU
-from pallas_kernels.grouped_dequant_matmul import api, triton
+from pallas_kernels.grouped_dequant_matmul import api, reference, triton
 from pallas_kernels.mosaic_prefill import grouped
 from pallas_kernels.target import SIMULATED
 from tests import gpu_programs, packed_operands
@@ -87,19 +87,18 @@ class TermsTest(parameterized.TestCase):
             dataclasses.replace(of, words=jnp.zeros_like(of.words), scales=nan_like(of.scales))
             for of in ups
         ]
-        exact = functools.partial(package.gate_up, x, pairs, ups, implementation="reference")
+        exact = reference.product_reference(x, pairs, ups, terms[0], None, SIMULATED, gating=SWIGLU)
         sums = np.full((*pairs.slot.shape, ups[0].num_outputs), np.nan, np.float32)
         for at in np.argwhere((operands.tier >= 0) & (operands.tier < len(ups))):
             tier, slot = operands.tier[*at], operands.slot[*at]
             matrix = packed_operands.dense(operands.gate_up[tier], slot, ())
             sums[*at] = matrix @ np.asarray(operands.x[at[0]], np.float64)
-        found = triton.gate_up_triton(
-            x, pairs, broken, terms[0], None, SIMULATED, products=jnp.asarray(sums)
+        found = triton.product_triton(
+            x, pairs, broken, terms[0], None, SIMULATED, gating=SWIGLU, products=jnp.asarray(sums)
         )
         np.testing.assert_allclose(
-            np.asarray(found, np.float32), np.asarray(exact(low_rank=terms[0]), np.float32),
-            rtol=0.02, atol=0.02,
-        )  # fmt: skip
+            np.asarray(found, np.float32), np.asarray(exact, np.float32), rtol=0.02, atol=0.02
+        )
 
     def test_parts_of_thin_products_do_not_depend_on_slots(self):
         """Slots are where experts are; a result's bits must not tell."""

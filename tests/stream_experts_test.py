@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from pallas_kernels import grouped_dequant_matmul as grouped
 from pallas_kernels import mosaic_decode
 from pallas_kernels.grouped_dequant_matmul import mosaic
 from pallas_kernels.mosaic_decode import tiles
@@ -32,6 +31,7 @@ from tests.grouped_dequant_matmul_contract import (
     Operands,
     Tier,
     alike,
+    product_by_product,
     random_operands,
     violation,
 )
@@ -69,15 +69,8 @@ class Late(_Simulator):
 
 def layer(operands: Operands, tiles: StreamTiles) -> tuple[np.ndarray, np.ndarray]:
     """Hidden values and the layer's; traced anew, so that a kernel may be tampered with."""
-    assignments = grouped.Assignments(operands.tier, operands.slot, operands.weight)
-    how = {"implementation": "mosaic", "tiles": tiles, "interpret": True}
     jax.clear_caches()
-    hidden = grouped.gate_up(
-        operands.x, assignments, operands.gate_up, low_rank=operands.gate_up_low_rank, **how
-    )
-    y = grouped.down(
-        hidden, assignments, operands.down, low_rank=operands.down_low_rank, **how
-    )  # fmt: skip
+    hidden, y = product_by_product(operands, "mosaic", tiles, interpret=True)
     return np.asarray(hidden), np.asarray(y)
 
 

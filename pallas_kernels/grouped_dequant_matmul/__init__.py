@@ -3,7 +3,5 @@
 from pallas_kernels.assignments import Assignments as Assignments
 from pallas_kernels.assignments import Turn as Turn
 from pallas_kernels.grouped_dequant_matmul.api import OPERATION as OPERATION
-from pallas_kernels.grouped_dequant_matmul.api import down as down
-from pallas_kernels.grouped_dequant_matmul.api import gate_up as gate_up
 from pallas_kernels.grouped_dequant_matmul.api import moe_products as moe_products
 from pallas_kernels.grouped_dequant_matmul.reference import combine as combine

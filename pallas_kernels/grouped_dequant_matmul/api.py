@@ -8,27 +8,20 @@ import jax
 from pallas_kernels.assignments import Assignments, Turn
 from pallas_kernels.gating import SWIGLU, Gating
 from pallas_kernels.grouped_dequant_matmul import mosaic, triton
-from pallas_kernels.grouped_dequant_matmul.reference import (
-    combine,
-    down_reference,
-    gate_up_reference,
-)
+from pallas_kernels.grouped_dequant_matmul.reference import product_reference
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
 from pallas_kernels.op import REFERENCE, Implementation, Operation, not_half
 from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.target import SIMULATED, Target, current_target
 
 Tiers = Sequence[PackedMatrices]
 LowRanks = Sequence[tuple[LowRank, ...]]
-GATE_UP: dict[str, Callable[..., jax.Array]] = {
-    "mosaic": mosaic.gate_up_mosaic,
-    "triton": triton.gate_up_triton,
-    REFERENCE: gate_up_reference,
-}
-DOWN: dict[str, Callable[..., jax.Array]] = {
-    "mosaic": mosaic.down_mosaic,
-    "triton": triton.down_triton,
-    REFERENCE: down_reference,
+# A product takes rows (x [T, D], or hidden [T, A, F]), assignments, tiers, each tier's low-rank
+# terms, tiles or None, the target, and by name a bias and a gating: with one it gives the hidden
+# values [T, A, F] in the rows' dtype, without one float32[P, T, A, D], P parts for `combine`.
+PRODUCT: dict[str, Callable[..., jax.Array]] = {
+    "mosaic": mosaic.product_mosaic,
+    "triton": triton.product_triton,
+    REFERENCE: product_reference,
 }
 
 
@@ -55,8 +48,9 @@ def _by(name: str) -> Callable[..., jax.Array]:
                 of.x, of.assignments, each, tiles, target, of.bias, gating, turn
             )
         own = turn.pairs(of.assignments) if turn else of.assignments
-        hidden = GATE_UP[name](of.x, own, *of.gate_up, tiles, target, of.bias, gating)
-        found = DOWN[name](hidden, own, *of.down, tiles, target)
+        product = PRODUCT[name]
+        hidden = product(of.x, own, *of.gate_up, tiles, target, bias=of.bias, gating=gating)
+        found = product(hidden, own, *of.down, tiles, target)
         return turn.joined(found, of.assignments.tier) if turn else found
 
     return products
@@ -123,47 +117,6 @@ def moe_products(
         _Layer(x, assignments, ups, downs, bias, turn),
         gating=gating, implementation=implementation, tiles=tiles, interpret=interpret,
     )  # fmt: skip
-
-
-def gate_up(
-    x: jax.Array,
-    assignments: Assignments,
-    tiers: Tiers,
-    *,
-    low_rank: LowRanks | None = None,
-    bias: jax.Array | None = None,
-    gating: Gating = SWIGLU,
-    implementation: str,
-    tiles: Tiles | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """Computes silu(gate_e x_t) * up_e x_t: [T, D] to [T, A, F]; see `moe_products`."""
-    terms = _check(x, assignments, tiers, low_rank)
-    _check_bias(bias, assignments, tiers)
-    return GATE_UP[implementation](
-        x, assignments, tiers, terms, tiles, _target(interpret), bias, gating
-    )
-
-
-def down(
-    hidden: jax.Array,
-    assignments: Assignments,
-    tiers: Tiers,
-    *,
-    low_rank: LowRanks | None = None,
-    implementation: str,
-    tiles: Tiles | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """Computes sum_a weight[t, a] down_e hidden[t, a]: [T, A, F] to [T, D]."""
-    terms = _check(hidden, assignments, tiers, low_rank)
-    products = DOWN[implementation](hidden, assignments, tiers, terms, tiles, _target(interpret))
-    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
-    return combine(products, ran, assignments.weight, hidden.dtype)
-
-
-def _target(interpret: bool) -> Target:
-    return SIMULATED if interpret else current_target()
 
 
 def _check_bias(bias: jax.Array | None, assignments: Assignments, tiers: Tiers) -> None:

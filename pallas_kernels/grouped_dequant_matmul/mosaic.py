@@ -129,8 +129,9 @@ def _of_many_rows(
     if not any(low_rank):
         return found
     pairs = turn.pairs(assignments) if turn else assignments
-    add = triton.gate_up_triton if gating else triton.down_triton
-    return add(rows, pairs, tiers, low_rank, None, target, products=found)
+    return triton.product_triton(
+        rows, pairs, tiers, low_rank, None, target, gating=gating, products=found
+    )
 
 
 def _fits_many_rows(bias: jax.Array | None, gating: Gating) -> None:
@@ -142,51 +143,30 @@ def _as_read(bias: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return bias if bias.dtype == dtype else bias.astype(jnp.float32)
 
 
-def gate_up_mosaic(
-    x: jax.Array,
+def product_mosaic(
+    rows: jax.Array,
     assignments: Assignments,
     tiers: Tiers,
     low_rank: LowRanks,
     tiles: Tiles | None,
     target: Target,
     bias: jax.Array | None = None,
-    gating: Gating = SWIGLU,
-) -> jax.Array:
-    """Computes `api.gate_up` by Mosaic GPU."""
-    found = _product("gate_up", x, assignments, tiers, low_rank, tiles, target, bias, gating)
-    return found.reshape(*assignments.slot.shape, -1)
-
-
-def down_mosaic(
-    hidden: jax.Array,
-    assignments: Assignments,
-    tiers: Tiers,
-    low_rank: LowRanks,
-    tiles: Tiles | None,
-    target: Target,
-) -> jax.Array:
-    """Computes the products of `api.down` by Mosaic GPU."""
-    found = _product("down", hidden, assignments, tiers, low_rank, tiles, target)
-    return found.reshape(1, *assignments.slot.shape, -1)
-
-
-def _product(
-    what: str, rows: jax.Array, assignments: Assignments, tiers: Tiers, low_rank: LowRanks,
-    tiles: Tiles | None, target: Target, bias: jax.Array | None = None,
     gating: Gating | None = None,
-) -> jax.Array:  # fmt: skip
-    """Computes one product of a layer, [T A, F] or [T, A, F] with a gating, else with N for F."""
+) -> jax.Array:
+    """Computes a product of `api.PRODUCT` by Mosaic GPU."""
     tokens, width = assignments.slot.shape
+    what, shape = ("gate_up", (tokens, width, -1)) if gating else ("down", (1, tokens, width, -1))
     tiles = _tiles(what, (tokens, width), tiers, low_rank, tiles, target)
     if not _streams(tokens, width, tiles):
         _fits_many_rows(bias, gating or SWIGLU)
-        return _of_many_rows(rows, assignments, tiers, low_rank, tiles, target, gating)
+        found = _of_many_rows(rows, assignments, tiers, low_rank, tiles, target, gating)
+        return found.reshape(shape)
     pairs = tokens * width
     rows = rows.reshape(-1, rows.shape[-1])
     chosen = tiles or mosaic_decode.tiles_of_experts(
         rows[:tokens], list(tiers), pairs, gating is not None, target, low_rank
     )
-    found: jax.Array = mosaic_decode.expert_products(
+    found = mosaic_decode.expert_products(
         rows,
         assignments.tier.reshape(pairs),
         assignments.slot.reshape(pairs),
@@ -197,7 +177,7 @@ def _product(
         low_rank=tuple(low_rank),
         bias=None if bias is None else _as_read(bias.reshape(pairs, -1), rows.dtype),
     )
-    return found
+    return found.reshape(shape)
 
 
 def _many_row_tiles(tiles: Tiles | None) -> WgmmaTiles | None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.assignments import Assignments
-from pallas_kernels.gating import SWIGLU, Gating
+from pallas_kernels.gating import Gating
 from pallas_kernels.packed import LowRank, PackedMatrices, dequantize, low_rank_factors
 
 
@@ -26,61 +26,32 @@ def _product(
     return y
 
 
-def _products_reference(
+def product_reference(
     rows: jax.Array,
-    tier: jax.Array,
-    slot: jax.Array,
-    tiers: Sequence[PackedMatrices],
-    low_rank: Sequence[tuple[LowRank, ...]],
-) -> jax.Array:
-    """Multiplies rows [P, K] by their matrices: float32[P, N], zero for tiers out of range."""
-    rows32 = rows.astype(jnp.float32)
-    y = jnp.zeros((rows.shape[0], tiers[0].num_outputs), jnp.float32)
-    for i, (weights, terms) in enumerate(zip(tiers, low_rank, strict=True)):
-        one = functools.partial(_product, weights=weights, low_rank=terms)
-        y = jnp.where((tier == i)[:, None], jax.lax.map(one, (rows32, slot)), y)
-    return y
-
-
-def gate_up_reference(
-    x: jax.Array,
     assignments: Assignments,
     tiers: Sequence[PackedMatrices],
     low_rank: Sequence[tuple[LowRank, ...]],
     tiles: Any,
     target: Any,
     bias: jax.Array | None = None,
-    gating: Gating = SWIGLU,
+    gating: Gating | None = None,
 ) -> jax.Array:
-    """Computes `api.gate_up` in plain JAX."""
+    """Computes a product of `api.PRODUCT` in plain JAX; a pair whose tier is out of range is 0."""
     del tiles, target
-    num_tokens, width = assignments.slot.shape
-    rows = jnp.repeat(x, width, axis=0)
-    flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
-    products = _products_reference(rows, *flat, tiers, low_rank)
+    width = assignments.slot.shape[1]
+    tier, slot = assignments.tier.reshape(-1), assignments.slot.reshape(-1)
+    flat = jnp.repeat(rows, width, axis=0) if rows.ndim == 2 else rows.reshape(tier.size, -1)
+    rows32 = flat.astype(jnp.float32)
+    y = jnp.zeros((tier.size, tiers[0].num_outputs), jnp.float32)
+    for i, (weights, terms) in enumerate(zip(tiers, low_rank, strict=True)):
+        one = functools.partial(_product, weights=weights, low_rank=terms)
+        y = jnp.where((tier == i)[:, None], jax.lax.map(one, (rows32, slot)), y)
     if bias is not None:
-        ran = (flat[0] >= 0) & (flat[0] < len(tiers))
-        own = bias.astype(jnp.float32).reshape(products.shape)
-        products = products + jnp.where(ran[:, None], own, 0.0)
-    gate, up = jnp.split(products, 2, axis=1)
-    return gating(gate, up).astype(x.dtype).reshape(num_tokens, width, -1)
-
-
-def down_reference(
-    hidden: jax.Array,
-    assignments: Assignments,
-    tiers: Sequence[PackedMatrices],
-    low_rank: Sequence[tuple[LowRank, ...]],
-    tiles: Any,
-    target: Any,
-) -> jax.Array:
-    """Computes the products of `api.down` in plain JAX."""
-    del tiles, target
-    num_tokens, width, _ = hidden.shape
-    flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
-    rows = hidden.reshape(num_tokens * width, -1)
-    y = _products_reference(rows, *flat, tiers, low_rank)
-    return y.reshape(1, num_tokens, width, -1)
+        ran = (tier >= 0) & (tier < len(tiers))
+        y = y + jnp.where(ran[:, None], bias.astype(jnp.float32).reshape(y.shape), 0.0)
+    if gating is None:
+        return y.reshape(1, *assignments.slot.shape, -1)
+    return gating(*jnp.split(y, 2, axis=1)).astype(rows.dtype).reshape(*assignments.slot.shape, -1)
 
 
 def combine(products: jax.Array, ran: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -365,64 +365,44 @@ def _checked(tiles: Tiles, tiers: Tiers) -> TritonTiles:
     return tiles
 
 
-def gate_up_triton(
-    x: jax.Array,
+def product_triton(
+    rows: jax.Array,
     assignments: Assignments,
     tiers: Tiers,
     low_rank: LowRanks,
     tiles: Tiles | None,
     target: Target,
     bias: jax.Array | None = None,
-    gating: Gating = SWIGLU,
+    gating: Gating | None = None,
     products: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `api.gate_up` by Triton.
+    """Computes a product of `api.PRODUCT` by Triton.
 
     Args:
-      products: float32[T, A, 2F], of x without terms and bias; None: to be computed.
+      products: float32[T, A, N], without terms and bias; None: to be computed. Without a gating
+        they are donated.
     """
     num_tokens, width = assignments.slot.shape
-    tiles = _checked(tiles or rules.gate_up_tiles(num_tokens, width, tiers, target), tiers)
-    call = _Call(x, assignments, tiers, low_rank, tiles, width, target.simulated, products)
-    call.add_thin("gate_up", target)
-    if bias is not None:
-        call.operands = call.operands._replace(bias=bias.reshape(num_tokens * width, -1))
-    call.static = call.static._replace(gating=gating)
-    num_hidden = tiers[0].num_outputs // 2
-    hidden = call.run(  # whole sums, whatever the tiles split: gates and ups meet in them
-        _gate_up_body, "gate_up", (-(-num_hidden // tiles.block_n), 1),
-        jax.ShapeDtypeStruct((num_tokens * width, num_hidden), x.dtype),
-    )  # fmt: skip
-    return hidden.reshape(num_tokens, width, num_hidden)
-
-
-def down_triton(
-    hidden: jax.Array,
-    assignments: Assignments,
-    tiers: Tiers,
-    low_rank: LowRanks,
-    tiles: Tiles | None,
-    target: Target,
-    products: jax.Array | None = None,
-) -> jax.Array:
-    """Computes the products of `api.down` by Triton.
-
-    Args:
-      products: float32[T, A, N], without terms, donated; None: to be computed.
-    """
-    num_tokens, width = assignments.slot.shape
-    tiles = _checked(tiles or rules.down_tiles(num_tokens, width, tiers, target), tiers)
-    if products is not None:
+    name, row_width = ("gate_up", width) if gating else ("down", 1)
+    choose = rules.gate_up_tiles if gating else rules.down_tiles
+    tiles = _checked(tiles or choose(num_tokens, width, tiers, target), tiers)
+    if products is not None and not gating:
         tiles = dataclasses.replace(tiles, split_k=1)
-    rows = hidden.reshape(num_tokens * width, -1)
-    call = _Call(rows, assignments, tiers, low_rank, tiles, 1, target.simulated, products)
-    call.add_thin("down", target)
-    num_outputs, parts = tiers[0].num_outputs, tiles.split_k
-    products = call.run(
-        _products_body, "down", (-(-num_outputs // tiles.block_n), parts),
-        jax.ShapeDtypeStruct((parts, num_tokens * width, num_outputs), jnp.float32),
-    )  # fmt: skip
-    return products.reshape(parts, num_tokens, width, num_outputs)
+    rows = rows.reshape(-1, rows.shape[-1])
+    call = _Call(rows, assignments, tiers, low_rank, tiles, row_width, target.simulated, products)
+    call.add_thin(name, target)
+    if bias is not None:
+        call.operands = call.operands._replace(bias=bias.reshape(call.num_pairs, -1))
+    body, parts, outputs, dtype = _products_body, tiles.split_k, tiers[0].num_outputs, jnp.float32
+    shape: tuple[int, ...] = (parts, call.num_pairs, outputs)
+    if gating:  # whole sums, whatever the tiles split: gates and ups meet in them
+        call.static = call.static._replace(gating=gating)
+        body, parts, outputs, dtype = _gate_up_body, 1, outputs // 2, rows.dtype
+        shape = (call.num_pairs, outputs)
+    found = call.run(
+        body, name, (-(-outputs // tiles.block_n), parts), jax.ShapeDtypeStruct(shape, dtype)
+    )
+    return found.reshape(*shape[:-2], num_tokens, width, outputs)
 
 
 def _for_each_job(

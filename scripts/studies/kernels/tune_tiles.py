@@ -32,7 +32,9 @@ from absl import app, flags
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.files.result_rows import describe_device, today
 from pallas_kernels.dequant_matmul import dequant_matmul
-from pallas_kernels.grouped_dequant_matmul import down, gate_up
+from pallas_kernels.gating import SWIGLU
+from pallas_kernels.grouped_dequant_matmul import combine
+from pallas_kernels.grouped_dequant_matmul.api import PRODUCT
 from pallas_kernels.target import current_target
 from scripts.studies.kernels.data import (
     ASKED_DENSE,
@@ -159,7 +161,6 @@ def grouped_task(layer: Layer, op: str, num_tokens: int) -> Task:
     """One of the two products of a MoE layer."""
     moe, bench = layer.moe, layer.bench
     assignments, distinct = make_assignments(bench, moe, num_tokens)
-    function: Callable[..., jax.Array] = down if op == "down" else gate_up
     shape: tuple[int, ...] = (num_tokens, moe.model_dim)
     stack = layer.gate_up
     if op == "down":
@@ -168,8 +169,11 @@ def grouped_task(layer: Layer, op: str, num_tokens: int) -> Task:
 
     def call_with(tiles: Any, implementation: str = _IMPLEMENTATION.value) -> Call:
         def call(x: jax.Array, held: Any, i: int) -> jax.Array:
-            stack, assignments = held
-            return function(x, assignments[i], [stack], implementation=implementation, tiles=tiles)
+            stack, own = held[0], held[1][i]
+            given = x, own, [stack], [()], tiles, current_target()
+            if op == "gate_up":
+                return PRODUCT[implementation](*given, gating=SWIGLU)
+            return combine(PRODUCT[implementation](*given), own.tier == 0, own.weight, x.dtype)
 
         return call
 
