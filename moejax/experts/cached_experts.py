@@ -26,7 +26,6 @@ from moejax.experts.state import CacheSpec, ExpertCache, HostJobs, HostRows, Tie
 from moejax.experts.tier_step import (
     Base,
     TierStep,
-    Wanted,
     fetch_together,
     plane_slots_of,
     prefetch_planes,
@@ -197,12 +196,12 @@ class CachedExperts(Experts):
                 carry = carry._replace(importance=importance)
             decision, rule, carry = self._decide(carry, inputs, importance)
 
-        def wanted(tier: int, tiers: Sequence[TierSlots]) -> Wanted | None:
-            if next_routing is None:
+        def wanted(tier: int, tiers: Sequence[TierSlots]) -> jax.Array | None:
+            if next_routing is None or not self._tiers[tier].most_ahead:
                 return None
             if decision is not None:
                 return self._candidates(layer, tier, decision.ahead, tiers)
-            return lambda: self._predicted(carry, layer, next_routing(), inputs.token_mask)
+            return self._predicted(carry, layer, next_routing(), inputs.token_mask)
 
         out, cache = self._run(carry, inputs, decision, rule, wanted)
         carry = carry._replace(cache=cache)
@@ -230,7 +229,7 @@ class CachedExperts(Experts):
         inputs: MoeInputs,
         decision: Decision | None,
         rule: Rule | None,
-        wanted: Callable[[int, Sequence[TierSlots]], Wanted | None],
+        wanted: Callable[[int, Sequence[TierSlots]], jax.Array | None],
     ) -> tuple[jax.Array, ExpertCache]:
         """Plans, fetches and multiplies; [N, D] and the donated cache after it.
 
@@ -339,7 +338,7 @@ class CachedExperts(Experts):
 
     def _prefetch(
         self, number: int, tiers: Sequence[TierSlots], layer: LayerIndex, mask: jax.Array,
-        wanted: Callable[[int, Sequence[TierSlots]], Wanted | None],
+        wanted: Callable[[int, Sequence[TierSlots]], jax.Array | None],
     ) -> list[TierSlots]:  # fmt: skip
         """Prefetches the next layer's experts to a tier; to shared slots in the second's turn."""
         found, step = list(tiers), self._tiers[number]
@@ -348,7 +347,8 @@ class CachedExperts(Experts):
         if number and self._tiers[number - 1].spec.shares_slots:
             planes = wanted(0, tiers), wanted(1, tiers)
             return prefetch_planes(self._planner, self._tiers, found, layer, mask, planes)
-        found[number] = step.prefetch(found[number], layer, mask, wanted(number, tiers))
+        if (ids := wanted(number, tiers)) is not None:
+            found[number] = step.prefetch(found[number], layer, mask, ids)
         return found
 
     def _products_of_tiers(
@@ -472,22 +472,16 @@ class CachedExperts(Experts):
 
     def _candidates(
         self, layer: LayerIndex, tier: int, ahead: jax.Array | None, pools: Sequence[TierSlots]
-    ) -> Wanted | None:
+    ) -> jax.Array | None:
         """Returns the prefetch candidates of a tier without a better copy, if any."""
-        limit = self._tiers[tier].most_ahead
-        if ahead is None or not limit or layer.next_moe is None:
+        if ahead is None or layer.next_moe is None:
             return None
-        following = layer.next_moe.mlp
-
-        def wanted() -> jax.Array:
-            # Experts that the tier holds count too, so that a prefetch takes no slot of theirs.
-            asked = self._by_row(following, ahead == tier)
-            if not self.spec.tiers[0].shares_slots:
-                asked &= ~jnp.any(self._resident(pools, following)[:tier], axis=0)
-            some, ids = jax.lax.top_k(asked.astype(jnp.int32), limit)
-            return jnp.where(some > 0, ids, -1)
-
-        return wanted
+        # Experts that the tier holds count too, so that a prefetch takes no slot of theirs.
+        asked = self._by_row(layer.next_moe.mlp, ahead == tier)
+        if not self.spec.tiers[0].shares_slots:
+            asked &= ~jnp.any(self._resident(pools, layer.next_moe.mlp)[:tier], axis=0)
+        some, ids = jax.lax.top_k(asked.astype(jnp.int32), self._tiers[tier].most_ahead)
+        return jnp.where(some > 0, ids, -1)
 
 
 def _partitions(table: jax.Array, slot_of: jax.Array) -> _Partitions:

@@ -12,7 +12,7 @@ Axes: N tokens, A experts a token, P parts of a product; the rest as in `moejax.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,9 +69,6 @@ class Base(NamedTuple):
     step: "TierStep | None" = None  # of the tier whose slots are shared
     # leading planes of the waves of the refining tier, which shares slots
     streamed: Fetch | None = None
-
-
-Wanted = Callable[[], jax.Array]  # int32[L], experts to prefetch for the next layer; -1: none
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,18 +177,15 @@ class TierStep:
         return dataclasses.replace(slots, used=used.at[layer, places].set(clock, mode="drop"))
 
     def prefetch(
-        self, slots: TierSlots, layer: LayerIndex, mask: jax.Array, wanted: Wanted | None
+        self, slots: TierSlots, layer: LayerIndex, mask: jax.Array, wanted: jax.Array
     ) -> TierSlots:
-        """Prefetches the next layer's predicted experts beside this layer's products."""
-        if not (wanted and self.most_ahead):
-            return slots
+        """Prefetches the next layer's experts int32[L], -1: none, beside this layer's products."""
         assert layer.next_moe is not None
-        ids, following = wanted(), layer.next_moe.mlp
-        mask = mask.reshape(-1)
+        following, mask = layer.next_moe.mlp, mask.reshape(-1)
         if not isinstance(layer.mlp, int):
             mask &= layer.mlp + 1 < self.spec.cache.num_layers
         planner = CachePlanner((self.spec,), self.kernels.target, is_prefill=self.is_prefill)
-        jobs, slots = planner.plan_prefetch(slots, self.rows.row_of, following, ids, mask)
+        jobs, slots = planner.plan_prefetch(slots, self.rows.row_of, following, wanted, mask)
         return self.copy_rows(slots, layer.turn, following, jobs, NEXT, OWN)
 
     def products(
@@ -557,16 +551,15 @@ def _filled(
 
 def prefetch_planes(
     planner: CachePlanner, steps: Sequence[TierStep], tiers: Sequence[TierSlots],
-    layer: LayerIndex, mask: jax.Array, wanted: Sequence[Wanted | None],
+    layer: LayerIndex, mask: jax.Array, wanted: Sequence[jax.Array | None],
 ) -> list[TierSlots]:  # fmt: skip
     """Prefetches planes of the next layer's predicted experts to slots that two tiers share.
 
     Args:
-      wanted: of each tier, experts that will probably run in it.
+      wanted: of each tier, experts that will probably run in it, as in `TierStep.prefetch`.
     """
     found = list(tiers)
-    asked = [experts() if experts is not None else None for experts in wanted]
-    some = [(i, ids) for i, ids in enumerate(asked) if ids is not None]
+    some = [(i, ids) for i, ids in enumerate(wanted) if ids is not None]
     if not some or not steps[1].most_ahead:
         return found
     assert layer.next_moe is not None
