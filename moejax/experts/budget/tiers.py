@@ -268,18 +268,8 @@ class _TierPlan:
             transient -= 1
         if self.limits.slots >= 0:
             return least, transient
-        # Slots come with entries of tables and the like: the quotient may be too many by a few.
-        room = limit - sum(self.pooled(least, transient).values())
-        fitting = room // (self.run.num_layers * self.tier.expert_nbytes)
-        slots = min(self.run.num_experts, least + fitting)
-        while sum(self.pooled(slots, transient).values()) > limit:
-            slots -= 1
-        # With two banks fewer transient slots where more lie apart, as slots serve decode steps.
-        while (
-            slots < self.run.num_experts
-            and sum(self.pooled(slots + 1, transient).values()) <= limit
-        ):
-            slots += 1
+        counts = range(self.run.num_experts, -1, -1)
+        slots = next(n for n in counts if sum(self.pooled(n, transient).values()) <= limit)
         return slots, transient
 
     def _require(self, nbytes: int, limit: int | None, what: str) -> None:
