@@ -54,25 +54,6 @@ class _Places(NamedTuple):
     log_probabilities: jax.Array  # float32[B, P, N]
     likeliest: jax.Array  # bool[B, P, N], whether the target is the model's first choice
 
-    def _looked_up(self, model: Transformer, hidden: jax.Array, start: jax.Array) -> "_Places":
-        """Adds a chunk's results: `hidden` [B, T, D] of the positions from `start` on."""
-        length = hidden.shape[1]
-        relative = self.positions - start
-        here = (relative >= 0) & (relative < length)
-        wanted = jnp.where(here[..., None], self.targets, -1)
-        index = jnp.clip(relative, 0, length - 1)[..., None]
-
-        def found() -> "_Places":
-            scores, first = _scores(model, jnp.take_along_axis(hidden, index, axis=1), wanted)
-            return _Places(
-                self.positions,
-                self.targets,
-                jnp.where(wanted >= 0, scores, self.log_probabilities),
-                jnp.where(wanted >= 0, first, self.likeliest),
-            )
-
-        return jax.lax.cond(jnp.any(wanted >= 0), found, lambda: self)
-
 
 def _scores(
     model: Transformer, hidden: jax.Array, wanted: jax.Array
@@ -124,7 +105,20 @@ def _look_up(
 
     Batches have many shapes of places, which are donated, and few of tokens.
     """
-    return places._looked_up(merge_weights(definition, weights), hidden, start)
+    model = merge_weights(definition, weights)
+    length, relative = hidden.shape[1], places.positions - start
+    here = (relative >= 0) & (relative < length)
+    wanted = jnp.where(here[..., None], places.targets, -1)
+    index = jnp.clip(relative, 0, length - 1)[..., None]
+
+    def found() -> _Places:
+        scores, first = _scores(model, jnp.take_along_axis(hidden, index, axis=1), wanted)
+        return places._replace(
+            log_probabilities=jnp.where(wanted >= 0, scores, places.log_probabilities),
+            likeliest=jnp.where(wanted >= 0, first, places.likeliest),
+        )
+
+    return jax.lax.cond(jnp.any(wanted >= 0), found, lambda: places)
 
 
 @dataclasses.dataclass(frozen=True)
