@@ -110,6 +110,7 @@ def _ends_of(rows: Sequence[GenerationSettings], eos_ids: tuple[int, ...]) -> np
 
 
 State = TypeVar("State")
+_WindowChunk = tuple[int, int, tuple[Any, ...], steps.TokenChunk]  # start, size, static operands
 
 # Programs in which GPUs wait for one another start in one order on all of them, whatever threads
 # and engines they are of.
@@ -426,11 +427,9 @@ class Runner:
         batch, length = tokens.shape
         if self.one_stream and batch > 1:
             return np.concatenate([self.logits(row[None]) for row in tokens])
-        failures, cache_length, cache = self._begin_windows(batch, length)
-        logits, lengths = [], self._put(np.full(batch, length, np.int32))
-        for start, size in self._read(failures, batch, length, cache_length):
-            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            chunk = self._chunk(slice_tokens(tokens, start, size), start, lengths)
+        failures, cache, chunks = self._begin_windows(tokens, np.full(batch, length))
+        logits = []
+        for start, size, static, chunk in chunks:
             cache, out = self._step(
                 failures, batch * size, steps.chunk_logits, static, cache, chunk
             )
@@ -440,20 +439,15 @@ class Runner:
 
     def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Negative log-likelihood of what follows each input, summed; see `Engine.score`."""
-        batch, length = tokens.shape
+        batch = len(tokens)
         if self.one_stream and batch > 1:
             rows = (slice(i, i + 1) for i in range(batch))
             return np.concatenate([self.score(tokens[i], lengths[i], targets[i]) for i in rows])
-        if self.one_stream:
-            length = int(lengths[0])
-        failures, cache_length, cache = self._begin_windows(*tokens.shape)
-        device_lengths = self._put(np.asarray(lengths, np.int32))
+        failures, cache, chunks = self._begin_windows(tokens, lengths)
         parts = []
-        for start, size in self._read(failures, batch, length, cache_length):
+        for start, size, static, chunk in chunks:
             wanted = slice_tokens(targets, start, size, -1)
             places = scored_columns(wanted)
-            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
             cache, nats = self._step(
                 failures, _num_between(lengths, start, size), steps.score_chunk, static, cache,
                 chunk, self._put(places), self._put(wanted[:, places]),
@@ -475,18 +469,12 @@ class Runner:
         Under `one_stream` windows run one at a time: the carry has no axis of several. The call
         waits for the end, so that a disk failure in the last step is reported.
         """
-        batch, length = tokens.shape
-        if self.one_stream and batch > 1:
+        if self.one_stream and len(tokens) > 1:
             for row, own_length in zip(tokens, lengths, strict=True):
                 carried = self.scan_windows(function, carried, row[None], own_length[None], then)
             return carried
-        if self.one_stream:
-            length = int(lengths[0])
-        failures, cache_length, cache = self._begin_windows(*tokens.shape)
-        device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self._read(failures, batch, length, cache_length):
-            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
+        failures, cache, chunks = self._begin_windows(tokens, lengths)
+        for start, size, static, chunk in chunks:
             num_tokens = _num_between(lengths, start, size)
             state = cache, (None if then else carried)
             (cache, own), output = self._step(failures, num_tokens, function, static, state, chunk)
@@ -514,22 +502,26 @@ class Runner:
         return self._forms[num_tokens]
 
     def _read(
-        self, failures: int, batch: int, length: int, cache_length: int
-    ) -> Iterator[tuple[int, int]]:
+        self, tokens: np.ndarray, lengths: np.ndarray, failures: int, cache_length: int
+    ) -> Iterator[_WindowChunk]:
         """Yields chunks of given tokens; a policy's transfers finish before each chunk.
 
         None is longer than `MAX_PREFILL_LENGTH`, since each token has logits of its own.
         """
-        memory = self.memory
+        memory, (batch, length) = self.memory, tokens.shape
+        length = int(lengths[0]) if self.one_stream else length
+        device_lengths = self._put(np.asarray(lengths, np.int32))
         longest = min(self.longest_chunk(batch, cache_length), MAX_PREFILL_LENGTH)
-        if not (self.one_stream and memory is not None and memory.moves_experts):
-            yield from prefill_chunks(length, cache_length, longest)
-            return
-        start = 0
+        chunks, start = prefill_chunks(length, cache_length, longest), 0
         while start < length:
-            rests = memory.catch_up(failures) or MIN_PREFILL_LENGTH  # as often as decode asks
-            size = next_chunk(length - start, cache_length - start, min(rests, longest))
-            yield start, size
+            if self.one_stream and memory is not None and memory.moves_experts:
+                rests = memory.catch_up(failures) or MIN_PREFILL_LENGTH  # as often as decode asks
+                size = next_chunk(length - start, cache_length - start, min(rests, longest))
+            else:
+                _, size = next(chunks)
+            static = self._program, self._chunk_spec(batch, start, size, cache_length)
+            chunk = self._chunk(slice_tokens(tokens, start, size), start, device_lengths)
+            yield start, size, static, chunk
             start += size
 
     def chunks(
@@ -577,12 +569,16 @@ class Runner:
     def _failure_count(self) -> int:
         return self.memory.failure_count() if self.memory else 0
 
-    def _begin_windows(self, batch: int, length: int) -> tuple[int, int, KVCache]:
-        """A session of its own, the length of its cache, and the cache."""
+    def _begin_windows(
+        self, tokens: np.ndarray, lengths: np.ndarray
+    ) -> tuple[int, KVCache, Iterator[_WindowChunk]]:
+        """A session of its own for windows int32[B, T]: its failures so far, cache and chunks."""
+        batch, length = tokens.shape
         limit = max(length, self.planned.context or self.config.context_limit)
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, limit)
         state, _ = self._fresh([0] * batch, cache_length)
-        return self._failure_count(), cache_length, state.cache
+        failures = self._failure_count()
+        return failures, state.cache, self._read(tokens, lengths, failures, cache_length)
 
     def _step(
         self, failures: int, num_tokens: int, function: Callable[..., steps.StepResult[State]],
