@@ -300,8 +300,6 @@ class Replay:
     policy: AnyPolicy  # whose functions run
     foreseen: int  # P, experts whose probability the trace predicts for a token; 0: no prefetch
     delay: int = DELAY  # calls from a request to its arrival; 0: it serves the next call
-    # runs the layers of a step in turn, even if the policy's are independent
-    one_by_one: bool = False
     refines: tuple[bool, ...] = ()  # as in `runs.Run`
     shares_slots: bool = False  # likewise
     host: tuple[int, ...] = ()  # likewise
@@ -500,8 +498,7 @@ def _step(
     phase = int(not is_prefill)
     num_experts = running.keys.shape[-1]
     step = _Step(replay, is_prefill, slots, running.clock, tokens)
-    in_turn = replay.one_by_one or replay.policy.layer_axes is None
-    through = step.one_by_one if in_turn else step._side_by_side
+    through = step.one_by_one if replay.policy.layer_axes is None else step._side_by_side
     state, done = through(running.state, running.keys)
     t = running.tally
     ran = jnp.any(tokens.active).astype(jnp.int32)

@@ -70,16 +70,13 @@ class RunResult(NamedTuple):
     gate: np.ndarray
 
 
-def run_policies(
-    trace: Trace, runs: Sequence[Run], *, one_by_one: bool = False, delay: int = DELAY
-) -> list[RunResult]:
+def run_policies(trace: Trace, runs: Sequence[Run], *, delay: int = DELAY) -> list[RunResult]:
     """Replays the trace under every run.
 
     Runs whose policies compute by one formula (`_ProgramKeys`) are stacked, as many at a time as
     `_block_bytes` holds.
 
     Args:
-      one_by_one: runs the layers of a step in turn too, for comparison.
       delay: calls from a request to its arrival; 0 like emulated slots.
 
     Raises:
@@ -108,7 +105,7 @@ def run_policies(
             # All blocks are of one size, so that they share a program: the last setting fills up.
             full = block + block[-1:] * (many - len(block))
             tally = _run_block(
-                trace, cut, [runs[i] for i in full], [states[i] for i in full], one_by_one, delay
+                trace, cut, [runs[i] for i in full], [states[i] for i in full], delay
             )
             for k, i in enumerate(block):
                 found[i] = RunResult(runs[i], *(part[k] for part in tally))
@@ -180,7 +177,6 @@ def _run_block(
     cut: Sequence[TraceSegment],
     runs: Sequence[Run],
     states: Sequence[Any],
-    one_by_one: bool,
     delay: int,
 ) -> Any:
     """Runs a block; a `_Tally` of arrays [K, ...], on the host."""
@@ -203,7 +199,7 @@ def _run_block(
     shares = runs[0].shares_slots
     start = jax.vmap(begin, in_axes=(0, 0, None, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts, shares)
-    replay = Replay(policy, foreseen, delay, one_by_one, runs[0].refines, shares, runs[0].host)
+    replay = Replay(policy, foreseen, delay, runs[0].refines, shares, runs[0].host)
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(
