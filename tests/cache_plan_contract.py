@@ -306,20 +306,14 @@ def plan(case: Case, given: Given, tables: Any, row_of: Any, *, by_pairs: bool, 
 
 
 def predict(case: Case, given: Given, tables: Any, row_of: Any, **how: Any) -> Any:
+    operands, ids = [package.TierOperands(of, row_of) for of in tables], given.ahead
     if case.shared:
-        operands = [package.TierOperands(of, row_of) for of in tables]
-        refined = given.tier.reshape(-1)[: case.limit] == 0
-        after, found = package.predict_shared(
-            operands, given.layer, given.ahead[: len(refined)], refined, given.active,
-            forms=forms(case), **how,
-        )  # fmt: skip
-        return list(after), [jobs._replace(experts=None) for jobs in found]
-    [form] = forms(case)
-    after, fetch = package.predict(
-        package.TierOperands(tables[0], row_of), given.layer, given.ahead, given.active, form=form,
-        **how,
-    )  # fmt: skip
-    return [after], fetch._replace(experts=None)
+        how["refined"] = given.tier.reshape(-1)[: case.limit] == 0
+        ids = ids[: len(how["refined"])]
+    after, found = package.predict(
+        operands, given.layer, ids, given.active, forms=forms(case), **how
+    )
+    return list(after), [jobs._replace(experts=None) for jobs in found]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -439,8 +433,8 @@ def predict_needed(
     tier = package.TierOperands(
         package.Tables(state.table, state.clock, counts.events, counts.gate), rows
     )
-    of, fetch = package.predict(
-        tier, layer, ids, jnp.ones(1, bool), form=form_of(spec, spec.slots),
+    (of,), (fetch,) = package.predict(
+        [tier], layer, ids, jnp.ones(1, bool), forms=[form_of(spec, spec.slots)],
         implementation="reference",
     )  # fmt: skip
     fetch = jax.tree.map(lambda values: values[:limit], fetch)

@@ -167,9 +167,12 @@ class ApiTest(parameterized.TestCase):
             self.plan(*self.operands(), implementation="mosaic")
         with self.assertRaisesRegex(ValueError, "there are no slots"):
             cache_plan.predict(
-                self.operands(slots=0)[0][0], 0, jnp.zeros(2, jnp.int32), active,
-                form=cache_plan.TierShape(slots=0, waves=1),
+                self.operands(slots=0)[0], 0, jnp.zeros(2, jnp.int32), active,
+                forms=[cache_plan.TierShape(slots=0, waves=1)],
             )  # fmt: skip
+        with self.assertRaisesRegex(ValueError, "no tiers share slots"):
+            forms = [cache_plan.TierShape(slots=3)] * 2
+            cache_plan.predict(tiers * 2, 0, jnp.zeros(2, jnp.int32), active, forms=forms)
 
     def test_refusals(self):
         refusal, gpu = cache_plan.PLAN.refusal, Target("gpu", (9, 0))

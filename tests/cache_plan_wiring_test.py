@@ -47,8 +47,8 @@ def interpreted() -> Any:
     patches = [
         mock.patch.object(package, name, functools.partial(run, name, getattr(package, name)))
         for package, name in (
-            (cache_plan, "plan"), (cache_plan, "predict"), (cache_plan, "predict_shared"),
-            (expert_fetch, "fetch"), (buddy_search, "search"),
+            (cache_plan, "plan"), (cache_plan, "predict"), (expert_fetch, "fetch"),
+            (buddy_search, "search"),
         )
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
@@ -176,7 +176,7 @@ class WiringTest(parameterized.TestCase):
             planner = placing.CachePlanner(memory.spec.tiers, target)
             ahead, mask = jnp.arange(3, dtype=jnp.int32), jnp.ones(2, bool)
             gate = no_gate(NUM_LAYERS, 2)
-            jobs, tiers = planner.plan_planes(pools, rows, 1, ahead, ahead > 1, mask)
+            jobs, tiers = planner.plan_prefetch(pools, rows, 1, ahead, mask, ahead > 1)
             made, _, gate, tiers = planner.plan_layer(tiers, rows, gate, 1, asked, mask)
             fetches = [(of.rows, of.slots) for of in (*jobs, *made.fetch) if of is not None]
             return fetches, made.tier, made.slot, made.base.slot, gate, tiers
@@ -184,7 +184,7 @@ class WiringTest(parameterized.TestCase):
         expected = jax.jit(plans, static_argnums=0)(None)
         with interpreted() as calls:
             found = jax.jit(plans, static_argnums=0)(Target("gpu", (9, 0)))
-        self.assertEqual(calls, ["predict_shared", "plan"])
+        self.assertEqual(calls, ["predict", "plan"])
         jax.tree.map(np.testing.assert_array_equal, found, expected)
         self.assertGreater(int(found[-1][1].counts.misses.sum()), 0)
 

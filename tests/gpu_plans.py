@@ -98,10 +98,9 @@ def planes(
         active = jnp.ones(tokens, bool)
         if ahead:
             wanted = ids.reshape(-1)[:ahead]
-            return plan_triton.predict_shared_triton(
-                tuple(tiers), layer, wanted, wanted > 3, active, forms=forms,
-                target=target,
-            )  # fmt: skip
+            return plan_triton.predict_triton(
+                tuple(tiers), layer, wanted, active, wanted > 3, forms=forms, target=target
+            )
         critical, high = jnp.zeros(num_layers, jnp.int32), jnp.int32(0)
         by = cache_plan.Rule(critical, high, high + 1, high > 0, at_least=True)
         gate = jnp.zeros((num_layers, len(tiers) + 3), jnp.float32)

@@ -140,41 +140,27 @@ class CachePlanner:
             parts.append(SlotPlan(asked.ids, found.slot, wave, admitted, streamed))
         return found, parts, gate, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
 
-    def plan_planes(
+    def plan_prefetch(
         self,
-        tiers: Sequence[TierSlots],
+        tiers: Sequence[TierSlots],  # donated; of the only tier, or of two that share slots
         rows_of: Sequence[jax.Array],
         layer: Index,
-        ids: jax.Array,  # int32[L], experts of which the base plane is to come; -1: none
-        refined: jax.Array,  # bool[L], those of which the refinement is, too
+        ids: jax.Array,  # int32[L], experts (or base planes) that it will probably need; -1: none
         token_mask: jax.Array,
-    ) -> tuple[tuple[Fetch, Fetch], list[TierSlots]]:
-        """Plans a prefetch as `plan_prefetch` to slots that two tiers share."""
-        operands = [TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)]
-        ids = self._in_memory(1, rows_of[1], layer, ids)
-        refined &= self._in_memory(0, rows_of[0], layer, ids) >= 0
+        refined: jax.Array | None = None,  # bool[L], those that run in the first of two tiers
+    ) -> tuple[tuple[Fetch, ...], list[TierSlots]]:
+        """Plans the prefetch of experts of a coming layer: what to fetch of each tier."""
+        operands = tuple(
+            TierOperands(_tables(t), rows) for t, rows in zip(tiers, rows_of, strict=True)
+        )
+        ids = self._in_memory(-1, rows_of[-1], layer, ids)
+        if refined is not None:
+            refined &= self._in_memory(0, rows_of[0], layer, ids) >= 0
         tables, found = _call(
-            cache_plan.predict_shared, operands, jnp.int32(layer), ids, refined, token_mask,
+            cache_plan.predict, operands, jnp.int32(layer), ids, token_mask, refined=refined,
             forms=self.forms(1), by_kernel=self.refusal(len(ids)) is None,
         )  # fmt: skip
         return found, [_with(t, new) for t, new in zip(tiers, tables, strict=True)]
-
-    def plan_prefetch(
-        self,
-        slots: TierSlots,  # donated
-        row_of: jax.Array,
-        layer: Index,
-        ids: jax.Array,  # int32[L], experts that it will probably need; -1: none
-        token_mask: jax.Array,
-    ) -> tuple[Fetch, TierSlots]:
-        """Plans the prefetch of experts of a coming layer to the slots of the only tier."""
-        ids = self._in_memory(0, row_of, layer, ids)
-        tier = TierOperands(_tables(slots), row_of)
-        tables, found = _call(
-            cache_plan.predict, tier, jnp.int32(layer), ids, token_mask,
-            form=self.forms(1)[0], by_kernel=self.refusal(len(ids)) is None,
-        )  # fmt: skip
-        return found, _with(slots, tables)
 
     def _in_memory(self, index: int, row_of: jax.Array, layer: Index, ids: jax.Array) -> jax.Array:
         """The experts to prefetch without those on the disk: nobody waits for it on a guess."""
@@ -202,10 +188,10 @@ def _or_nothing(fetch: Fetch | None) -> Fetch:
 
 
 # With the layer an operand, all layers share a trace and the kernel.
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("form", "forms", "by_kernel"))
-def _call(plan: Callable[..., Any], *operands: Any, by_kernel: bool, **form: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("forms", "by_kernel"))
+def _call(plan: Callable[..., Any], *operands: Any, by_kernel: bool, **more: Any) -> Any:
     """Calls one of `cache_plan`."""
-    return plan(*operands, implementation="triton" if by_kernel else "reference", **form)
+    return plan(*operands, implementation="triton" if by_kernel else "reference", **more)
 
 
 @functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))

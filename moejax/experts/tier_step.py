@@ -185,7 +185,9 @@ class TierStep:
         if not isinstance(layer.mlp, int):
             mask &= layer.mlp + 1 < self.spec.cache.num_layers
         planner = CachePlanner((self.spec,), self.kernels.target, is_prefill=self.is_prefill)
-        jobs, slots = planner.plan_prefetch(slots, self.rows.row_of, following, wanted, mask)
+        (jobs,), (slots,) = planner.plan_prefetch(
+            [slots], [self.rows.row_of], following, wanted, mask
+        )
         return self.copy_rows(slots, layer.turn, following, jobs, NEXT, OWN)
 
     def products(
@@ -569,7 +571,7 @@ def prefetch_planes(
     ids = jnp.concatenate([ids for _, ids in some])
     refined = jnp.concatenate([jnp.full(len(ids), i == 0) for i, ids in some])
     rows_of = [step.rows.row_of for step in steps]
-    jobs, found = planner.plan_planes(found, rows_of, following, ids, refined, mask)
+    jobs, found = planner.plan_prefetch(found, rows_of, following, ids, mask, refined)
     for step, of in zip(reversed(steps), reversed(jobs), strict=True):
         found[1] = step.copy_rows(found[1], layer.turn, following, of, NEXT, OWN)
     return found

@@ -3,7 +3,6 @@
 from pallas_kernels.cache_plan.api import PLAN as PLAN
 from pallas_kernels.cache_plan.api import plan as plan
 from pallas_kernels.cache_plan.api import predict as predict
-from pallas_kernels.cache_plan.api import predict_shared as predict_shared
 from pallas_kernels.cache_plan.operands import Asked as Asked
 from pallas_kernels.cache_plan.operands import Fetch as Fetch
 from pallas_kernels.cache_plan.operands import LayerPlan as LayerPlan

@@ -19,7 +19,6 @@ from pallas_kernels.cache_plan.operands import (
     Wishes,
 )
 from pallas_kernels.cache_plan.reference import plan_reference, predict_reference
-from pallas_kernels.cache_plan.shared_slots import predict_shared as predict_shared_reference
 from pallas_kernels.op import Implementation, Operation, check_operands, refuse
 
 Operands = dict[str, tuple[Any, str]]  # arrays and their forms, by name
@@ -37,14 +36,10 @@ PREDICT = Operation(
     "cache_plan.predict",
     kernels=(Implementation("triton", triton.refusal, triton.predict_triton),),
     reference=predict_reference,
-    abstract=lambda tier, layer, ids, *_, **__: (tier.row_of.shape[-1], ids.size, 1),
-)
-PREDICT_SHARED = Operation(
-    "cache_plan.predict_shared",
-    kernels=(Implementation("triton", triton.refusal, triton.predict_shared_triton),),
-    reference=predict_shared_reference,
-    abstract=lambda tiers, layer, ids, *_, **__: (tiers[0].row_of.shape[-1], ids.size, 2),
-)
+    abstract=lambda tiers, layer, ids, *_, **__: (
+        tiers[0].row_of.shape[-1], ids.size, len(tiers)
+    ),
+)  # fmt: skip
 
 
 def plan(
@@ -94,69 +89,46 @@ def plan(
 
 
 def predict(
-    tier: TierOperands,
-    layer: int | jax.Array,
-    ids: jax.Array,
-    active: jax.Array,
-    *,
-    form: TierShape,
-    implementation: str | None = None,
-    interpret: bool = False,
-) -> tuple[Tables, Fetch]:
-    """Admits experts that a layer to come will probably need, ahead of its `plan`.
-
-    Those that are not resident, in order of id, take victims as in `plan`, never one that is itself
-    listed. The clock stands, and nothing is added to `gate`.
-
-    Args:
-      tier: donate its tables; C > 0.
-      ids: int32[L], experts; -1: none.
-      active: bool[N]; nothing is admitted if no token is.
-
-    Returns:
-      The tables, and what to fetch before that layer's products.
-    """
-    reasons = [] if form.most_slots else ["there are no slots"]
-    operands = {"ids": (ids, "int32[L]"), "active": (active, "bool[N]")}
-    _check("cache_plan.predict", [tier], [form], operands, reasons)
-    return PREDICT(
-        tier, jnp.asarray(layer, jnp.int32), ids, active, form=form,
-        implementation=implementation, interpret=interpret,
-    )  # fmt: skip
-
-
-def predict_shared(
     tiers: Sequence[TierOperands],
     layer: int | jax.Array,
     ids: jax.Array,
-    refined: jax.Array,
     active: jax.Array,
     *,
     forms: Sequence[TierShape],
+    refined: jax.Array | None = None,
     implementation: str | None = None,
     interpret: bool = False,
-) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
-    """Admits planes of experts that a layer to come will probably need, to slots that tiers share.
+) -> tuple[tuple[Tables, ...], tuple[Fetch, ...]]:
+    """Admits experts that a layer to come will probably need, ahead of its `plan`.
 
-    As `predict`. Base planes come first, then refinements, of experts whose base plane was there: a
-    guess that is wrong moves one plane alone.
+    Those that are not resident, in order of id, take victims as in `plan`, never one that is itself
+    listed. The clock stands, and nothing is added to `gate`. Of tiers that share slots base planes
+    come first, then refinements, of experts whose base plane was there: a guess that is wrong moves
+    one plane alone.
 
     Args:
-      tiers: of refinements, whose table stays, and of base planes; donate their tables.
-      ids: int32[L], experts whose base plane is to come; -1: none.
-      refined: bool[L], those that will run in the first tier.
+      tiers: the only one, with slots; or of refinements, whose table stays, and of base planes.
+        Donate their tables.
+      ids: int32[L], experts (whose base plane is to come, of tiers that share slots); -1: none.
       active: bool[N]; nothing is admitted if no token is.
+      refined: bool[L], those that will run in the first of tiers that share slots; else None.
 
     Returns:
-      The tables of each tier, and what to fetch of each, int32[L].
+      The tables of each tier, and what to fetch of each before that layer's products, int32[L].
     """
-    reasons = [] if forms and forms[0].shares_slots else ["no tiers share slots"]
+    shares, reasons = bool(forms) and forms[0].shares_slots, []
+    if not shares and any(form.most_slots == 0 for form in forms):
+        reasons.append("there are no slots")
+    if (len(tiers) > 1 or refined is not None) and not shares:
+        reasons.append("no tiers share slots")
+    if shares and refined is None:
+        reasons.append("tiers share slots, and nobody says who is refined")
     operands = {
         "ids": (ids, "int32[L]"), "refined": (refined, "bool[L]"), "active": (active, "bool[N]")
     }  # fmt: skip
-    _check("cache_plan.predict_shared", tiers, forms, operands, reasons)
-    return PREDICT_SHARED(
-        tuple(tiers), jnp.asarray(layer, jnp.int32), ids, refined, active, forms=tuple(forms),
+    _check("cache_plan.predict", tiers, forms, operands, reasons)
+    return PREDICT(
+        tuple(tiers), jnp.asarray(layer, jnp.int32), ids, active, refined, forms=tuple(forms),
         implementation=implementation, interpret=interpret,
     )  # fmt: skip
 

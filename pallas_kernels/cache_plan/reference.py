@@ -33,7 +33,7 @@ from pallas_kernels.cache_plan.operands import (
     without,
     write_row,
 )
-from pallas_kernels.cache_plan.shared_slots import plan_shared, resident_planes
+from pallas_kernels.cache_plan.shared_slots import plan_shared, predict_shared, resident_planes
 
 
 class _ResolvedTiers(NamedTuple):
@@ -268,14 +268,18 @@ def _with_hosted(tables: Tables, layer: jax.Array, hosted: jax.Array, others: ja
 
 
 def predict_reference(
-    tier: TierOperands,
+    tiers: Sequence[TierOperands],
     layer: jax.Array,
     ids: jax.Array,
     active: jax.Array,
+    refined: jax.Array | None,
     *,
-    form: TierShape,
-) -> tuple[Tables, Fetch]:
+    forms: Sequence[TierShape],
+) -> tuple[tuple[Tables, ...], tuple[Fetch, ...]]:
     """Computes `api.predict` in plain JAX."""
+    if refined is not None:
+        return predict_shared(tiers, layer, ids, active, refined, forms)
+    [tier], [form] = tiers, forms
     tables, num_experts = tier.tables, tier.row_of.shape[1]
     before = read_row(tables.table, layer, num_experts)
     wanted = marked(ids, (ids >= 0) & jnp.any(active), num_experts)
@@ -287,7 +291,7 @@ def predict_reference(
     places = form.first_slot(jnp.asarray(layer, jnp.int32) // form.banks) + row.slot_of
     experts = index_of(jnp.where(come, order, -1), iota(len(ids)))
     tables = tables._replace(table=write_row(tables.table, layer, row), events=events)
-    return tables, fetch_of(tier.row_of[layer], experts, at(places, experts))
+    return (tables,), (fetch_of(tier.row_of[layer], experts, at(places, experts)),)
 
 
 def _released(tables: Tables, layer: jax.Array, gone: jax.Array) -> Tables:

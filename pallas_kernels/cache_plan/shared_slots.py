@@ -129,12 +129,11 @@ def predict_shared(
     tiers: Sequence[TierOperands],
     layer: jax.Array,
     ids: jax.Array,
-    refined: jax.Array,
     active: jax.Array,
-    *,
+    refined: jax.Array,
     forms: Sequence[TierShape],
 ) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
-    """Computes `api.predict_shared` in plain JAX."""
+    """Computes `api.predict` of such tiers in plain JAX."""
     num_experts, (tables, form) = tiers[0].row_of.shape[1], (tiers[1].tables, forms[1])
     some = (ids >= 0) & jnp.any(active)
     wanted = [marked(ids, mask, num_experts) for mask in (some & refined, some)]

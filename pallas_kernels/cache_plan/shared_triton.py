@@ -156,7 +156,7 @@ def _store_streamed(jobs: Ref, index: jax.Array, lacks: jax.Array, row: jax.Arra
 def predict_shared_body(
     *refs: Ref, names: tuple[str, ...], form: TierShape, interpret: bool
 ) -> None:
-    """The body of `api.predict_shared`."""
+    """The body of `api.predict` where tiers share slots."""
     of = dict(zip(names, refs, strict=True))
     tiers = [{name[:-1]: ref for name, ref in of.items() if name.endswith(str(i))} for i in (0, 1)]
     pool, layer, clock = tiers[1], of["layer"][()], of["clock"][()]

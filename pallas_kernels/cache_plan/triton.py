@@ -381,7 +381,7 @@ def _plan_body(
 
 
 def _predict_body(*refs: Ref, names: tuple[str, ...], form: TierShape, interpret: bool) -> None:
-    of = dict(zip(names, refs, strict=True))
+    of = {name.removesuffix("0"): ref for name, ref in zip(names, refs, strict=True)}
     layer, clock = of["layer"][()], of["clock"][()]
     size, tokens = of["ids"].shape[0], of["active"].shape[0]
     wanted, lanes = padded_iota(size), padded_iota(tokens)
@@ -498,57 +498,33 @@ def plan_triton(
 
 
 def predict_triton(
-    tier: TierOperands,
-    layer: jax.Array,
-    ids: jax.Array,
-    active: jax.Array,
-    *,
-    form: TierShape,
-    target: Target,
-) -> tuple[Tables, Fetch]:
-    """Computes `api.predict` by Triton."""
-    (tables, row_of), interpret = tier, target.simulated
-    operands = {
-        "layer": layer, "ids": ids, "active": active, "row_of": row_of, "clock": tables.clock,
-    }  # fmt: skip
-    changed = {"table": tables.table, "events": tables.events}
-    sizes = {"rows": len(ids), "slots": len(ids)}
-    num_warps = _default_num_warps(form.most_slots, len(ids))
-    body = functools.partial(_predict_body, form=form, interpret=interpret)
-    name = f"cache_predict_{len(ids)}_of_{row_of.shape[1]}"
-    found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
-    tables = tables._replace(table=found["table"], events=found["events"])
-    return tables, Fetch(found["rows"], found["slots"])
-
-
-def predict_shared_triton(
     tiers: Sequence[TierOperands],
     layer: jax.Array,
     ids: jax.Array,
-    refined: jax.Array,
     active: jax.Array,
+    refined: jax.Array | None,
     *,
     forms: Sequence[TierShape],
     target: Target,
-) -> tuple[tuple[Tables, Tables], tuple[Fetch, Fetch]]:
-    """Computes `api.predict_shared` by Triton."""
-    pool, interpret = tiers[1].tables, target.simulated
-    operands = {
-        "layer": layer, "ids": ids, "refined": refined, "active": active, "clock": pool.clock,
-        "row_of0": tiers[0].row_of, "row_of1": tiers[1].row_of,
-    }  # fmt: skip
-    changed = {"table1": pool.table}
+) -> tuple[tuple[Tables, ...], tuple[Fetch, ...]]:
+    """Computes `api.predict` by Triton."""
+    pool, form, last, interpret = tiers[-1].tables, forms[-1], len(tiers) - 1, target.simulated
+    operands = {"layer": layer, "ids": ids}
+    operands |= {} if refined is None else {"refined": refined}
+    operands |= {"active": active, "clock": pool.clock}
+    operands |= {f"row_of{i}": tier.row_of for i, tier in enumerate(tiers)}
+    changed = {f"table{last}": pool.table}
     changed |= {f"events{i}": tier.tables.events for i, tier in enumerate(tiers)}
-    sizes = {f"{name}{i}": len(ids) for name in ("rows", "slots") for i in range(2)}
-    num_warps = _default_num_warps(forms[1].slots, len(ids))
-    body = functools.partial(predict_shared_body, form=forms[1], interpret=interpret)
-    name = f"cache_predict_planes_{len(ids)}_of_{tiers[0].row_of.shape[1]}"
+    sizes = {f"{name}{i}": len(ids) for name in ("rows", "slots") for i in range(len(tiers))}
+    num_warps = _default_num_warps(form.most_slots, len(ids))
+    kernel, planes = (_predict_body, "") if refined is None else (predict_shared_body, "planes_")
+    body = functools.partial(kernel, form=form, interpret=interpret)
+    name = f"cache_predict_{planes}{len(ids)}_of_{tiers[0].row_of.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
-    first, second = (
-        tier.tables._replace(events=found[f"events{i}"]) for i, tier in enumerate(tiers)
-    )
-    jobs = [Fetch(found[f"rows{i}"], found[f"slots{i}"]) for i in range(2)]
-    return (first, second._replace(table=found["table1"])), (jobs[0], jobs[1])
+    after = [tier.tables._replace(events=found[f"events{i}"]) for i, tier in enumerate(tiers)]
+    after[-1] = after[-1]._replace(table=found[f"table{last}"])
+    jobs = (Fetch(found[f"rows{i}"], found[f"slots{i}"]) for i in range(len(tiers)))
+    return tuple(after), tuple(jobs)
 
 
 def _launch(
