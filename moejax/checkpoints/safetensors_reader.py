@@ -302,8 +302,8 @@ def read_finite(
 ) -> Iterator[np.ndarray]:
     """Yields the values of a tensor, or of `num_rows` from `first_row` on, flat, in pieces.
 
-    MoejaxError if the file ends too soon, a value is NaN or infinite, or the whole was read and has
-    not the checksum that the file says.
+    MoejaxError if the file ends too soon, a value is out of range (`check_range`), or the whole was
+    read and has not the checksum that the file says.
     """
     found = Checksum()
     width = math.prod(tensor.shape[1:])
@@ -315,7 +315,7 @@ def read_finite(
             piece = np.empty(min(step, start + num_values - first), tensor.dtype)
             read_values(tensor, piece, file.fileno(), first)
             found.update(piece)
-            _check_finite(tensor, piece, first)
+            check_range(tensor, piece, first)
             yield piece
     if num_values == math.prod(tensor.shape):
         tensor._compare(found.value)
@@ -338,31 +338,18 @@ def read_matrix(
     return rows
 
 
-def _check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
-    """Raises MoejaxError naming the first value that is NaN or infinite, but for `_without_masks`.
+def check_range(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
+    """Raises OutOfRangeError for a weight, but for `_without_masks`, that is NaN, infinite or huge.
 
-    `values`, float[n], are numbers `first`.. of the tensor's.
+    The error names the first. `values` are numbers `first`.. of the tensor's.
     """
-    values = _without_masks(tensor.name, values)
-    # One pass without a mask of the size of the values: a sum is finite only if all are.
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(values.sum(dtype=np.float32)):
-            return
-    wrong = np.flatnonzero(~np.isfinite(values))
-    if wrong.size:
-        place = ", ".join(map(str, np.unravel_index(first + int(wrong[0]), tensor.shape)))
-        raise MoejaxError(
-            f"{tensor.path}: {tensor.name} holds {values[wrong[0]]} at [{place}]; such a "
-            "checkpoint cannot be quantized, download or convert it again"
-        )
-
-
-def check_range(tensor: StoredTensor, values: np.ndarray) -> None:
-    """Raises OutOfRangeError where a weight, but for `_without_masks`, is NaN, infinite or huge."""
-    if not in_range(tensor.name, values):
+    wrong = _first_out_of_range(tensor.name, values)
+    if wrong is not None:
+        place = ", ".join(map(str, np.unravel_index(first + wrong, tensor.shape)))
         raise OutOfRangeError(
-            f"{tensor.path}: {tensor.name} holds NaN, infinite or huge values (2^63 or more), with "
-            "which nothing can be computed; download it again, or convert it anew"
+            f"{tensor.path}: {tensor.name} holds {values.reshape(-1)[wrong]!s} at [{place}]; with "
+            "NaN, infinite or huge values (2^63 or more) nothing can be computed; download it "
+            "again, or convert it anew"
         )
 
 
@@ -374,16 +361,25 @@ def _without_masks(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def in_range(name: str, values: np.ndarray) -> bool:
-    """Whether no weight is NaN, infinite or huge; as integers, several times faster than floats."""
+    """Whether no weight is NaN, infinite or huge."""
+    return _first_out_of_range(name, values) is None
+
+
+def _first_out_of_range(name: str, values: np.ndarray) -> int | None:
+    """Finds the first weight that is out of range; as integers, several times faster than floats.
+
+    Returns its number in `values`, or None.
+    """
     values = _without_masks(name, values)
     if values.dtype not in _MAGNITUDES:
-        return True
+        return None
     word, largest, first_wrong = _MAGNITUDES[values.dtype]
     words = values.reshape(-1).view(word)
-    return all(
-        int((words[first : first + _BLOCK] & word(largest)).max()) < first_wrong
-        for first in range(0, len(words), _BLOCK)
-    )
+    for first in range(0, len(words), _BLOCK):
+        magnitudes = words[first : first + _BLOCK] & word(largest)
+        if int(magnitudes.max()) >= first_wrong:
+            return first + int(np.argmax(magnitudes >= first_wrong))
+    return None
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
