@@ -20,6 +20,7 @@ from moejax.models.leaf_kinds import kind_of
 from moejax.models.shapes import SHAPES, with_layers
 from moejax.policies.dymoe import importance_nbytes
 from moejax.weights.qtensor import CodesKind
+from tests.packed_weights import num_bytes
 
 NAMES = ("DeepSeek-V2-Lite", "DeepSeek-MoE-16B", "Qwen3-Next-80B-A3B")
 INT4 = CodesKind(bits=4, group_size=64, zero_kind="float", scale_dtype="float16")
@@ -43,7 +44,7 @@ class PartsTest(parameterized.TestCase):
         cache = jax.eval_shape(lambda: empty_cache(config, batch, 4096, jnp.bfloat16))
         found = [budget.device["KV cache"], budget.device.get(STATES, 0)]
         kept = [(cache.keys, cache.values), (cache.states, cache.tails)]
-        self.assertEqual(found, [_nbytes(part) for part in kept])
+        self.assertEqual(found, [num_bytes(part) for part in kept])
 
     def test_by_hand(self):
         """Figures come from the papers and the published configs."""
@@ -132,7 +133,3 @@ class BenchmarksTest(parameterized.TestCase):
                          {"shared.gate_up", "shared.down"})  # fmt: skip
         self.assertEqual((bits["moe.down"], bits["head"], bits["shared.gate"]), (2, 3, 16))
         self.assertIn("shared experts INT8", packing.describe())
-
-
-def _nbytes(tree):
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

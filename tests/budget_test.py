@@ -28,6 +28,7 @@ from moejax.models.config import Pages, weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.shapes import SHAPES
 from pallas_kernels import cache_plan
+from tests.packed_weights import num_bytes
 
 QWEN, MIXTRAL = SHAPES["Qwen3-30B-A3B"], SHAPES["Mixtral-8x7B"]
 MACHINE = MachineMemory(host_nbytes=100 * GIB, pinned_nbytes=64 * GIB)
@@ -88,7 +89,7 @@ class PartsTest(parameterized.TestCase):
             )
         )
         tables = caches[0].table.size * 4
-        self.assertEqual(budget.device["KV cache"], _nbytes(caches) - tables)
+        self.assertEqual(budget.device["KV cache"], num_bytes(caches) - tables)
         if not limits:
             self.assertEqual(run.num_pages, 16 * 32 + 1)
             return
@@ -110,7 +111,7 @@ class PartsTest(parameterized.TestCase):
         embeddings = expected.pop("embed")
         self.assertEqual(weights, {f"weights {k}": v for k, v in expected.items()})
         cache = jax.eval_shape(lambda: empty_cache(QWEN, 1, 4096, jnp.bfloat16))
-        self.assertEqual(budget.device["KV cache"], _nbytes(cache))
+        self.assertEqual(budget.device["KV cache"], num_bytes(cache))
         expert = int4(QWEN).expert_nbytes
         self.assertEqual(budget.device["expert slots"], 48 * 5 * expert)
         self.assertEqual(budget.device["transient slots"], 7 * expert)
@@ -192,7 +193,7 @@ class PartsTest(parameterized.TestCase):
         spec = CacheSizes(num_layers=layers, num_experts=experts, slots=slots, transient=1)
         held = jax.eval_shape(lambda: (empty(spec), no_counts(layers)))
         row_of = 4 * layers * experts
-        self.assertEqual(table_nbytes(layers, experts, slots), _nbytes(held) + row_of)
+        self.assertEqual(table_nbytes(layers, experts, slots), num_bytes(held) + row_of)
 
     def test_low_rank_factors_stay_on_the_device(self):
         run = RunSizes(
@@ -531,7 +532,3 @@ class AdviceTest(parameterized.TestCase):
             sum(n for place, part, n in rows if place == "device" and part != "total"),
             budget.total_device,
         )
-
-
-def _nbytes(tree):
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -36,7 +36,7 @@ from pallas_kernels.residual_norm import triton as norm_triton
 from pallas_kernels.router_topk import triton as router_triton
 from pallas_kernels.target import Target
 from tests.gpu_plans import buddies, plan, planes
-from tests.gpu_targets import GPUS, SKIP_CHECKS, Program, leaf
+from tests.gpu_targets import GPUS, SKIP_CHECKS, Program, devices_of, leaf
 from tests.packed_operands import Form
 
 
@@ -400,14 +400,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 def main(names: list[str]) -> None:
     """Compiles every program for the GPUs; a line each, with the compiler's complaint if it has."""
     os.environ[SKIP_CHECKS] = "1"
-    from jax.experimental import topologies
-
     for name in names:
         gpu = GPUS[name]
-        devices = topologies.get_topology_desc(
-            platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=gpu.description
-        ).devices
-        mesh = jax.sharding.Mesh(devices, ("gpu",))
+        mesh = jax.sharding.Mesh(devices_of(gpu), ("gpu",))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         for program, make in PROGRAMS.items():
             lowered = make().lower(gpu, sharding)

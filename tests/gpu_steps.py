@@ -59,7 +59,8 @@ from moejax.weights import linear as ops
 from moejax.weights.qtensor import QTensor
 from pallas_kernels import layout, op
 from tests.cached_device_test import CONFIGS as SMALL
-from tests.gpu_targets import GPUS, SKIP_CHECKS, described
+from tests.gpu_targets import GPUS, SKIP_CHECKS, described, devices_of
+from tests.packed_weights import num_bytes
 
 GPU = GPUS["H100"]
 CONTEXT, STEPS, CHUNK = 512, 8, 64
@@ -229,12 +230,7 @@ def compiled(
     spec: CacheSpec | None = None, is_prefill: bool = False,
 ) -> jax.stages.Compiled:  # fmt: skip
     """Compiles a step like `Runner`."""
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=GPU.description
-    ).devices
-    mesh = jax.sharding.Mesh(devices, ("gpu",))
+    mesh = jax.sharding.Mesh(devices_of(GPU), ("gpu",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     operands = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), operands
@@ -312,13 +308,7 @@ def compiled_chunk(config: ModelConfig, batch: int, pages: Pages) -> jax.stages.
 
 def mesh_of_gpus(count: int) -> DeviceMesh:
     """GPUs of one process, which are not there."""
-    from jax.experimental import topologies
-
-    topology = f"1x1x{count}"
-    devices = topologies.get_topology_desc(
-        platform="cuda", topology_name=topology, topology=topology, target_config=GPU.description
-    ).devices
-    return DeviceMesh(jax.sharding.Mesh(np.asarray(devices), (MESH_AXIS,)))
+    return DeviceMesh(jax.sharding.Mesh(np.asarray(devices_of(GPU, count)), (MESH_AXIS,)))
 
 
 def compiled_on_mesh(
@@ -398,8 +388,7 @@ def print_mesh() -> None:
     more = [("heads", 0, by_heads), *of_apart, ("without_mailboxes", 0, two)]
     for name, slots, mesh in [*cases, *more]:
         program, pool = compiled_on_mesh(config, slots, mesh, name != "without_mailboxes")
-        memory, text = program.memory_analysis(), program.as_text()
-        assert memory is not None
+        memory, text = memory_of(program), program.as_text()
         print(
             f"{name}_{mesh.size if mesh else 1}", memory.temp_size_in_bytes,
             memory.alias_size_in_bytes, num_bytes(pool), num_launches(text),
@@ -408,22 +397,29 @@ def print_mesh() -> None:
         )  # fmt: skip
 
 
+def memory_of(program: jax.stages.Compiled) -> Any:
+    memory = program.memory_analysis()
+    assert memory is not None
+    return memory
+
+
+def print_step(name: str, program: jax.stages.Compiled) -> None:
+    """Prints a line: temporary bytes, and launches of a step."""
+    temporary = memory_of(program).temp_size_in_bytes
+    print(name, temporary, num_launches(program.as_text()), flush=True)
+
+
 def num_launches(text: str) -> int:
     """Launches of the largest computation: the step, which a loop runs."""
     computations = re.split(r"\n(?=\S[^\n]*\{\n)", text)
     return max(sum(bool(LAUNCH.search(line)) for line in of.split("\n")) for of in computations)
 
 
-def num_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def print_pools() -> None:
     """A line a case: name; temporary bytes and their bound; aliased ones, and those donated."""
 
     def show(label: str, program: jax.stages.Compiled, bound: int, donated: Any) -> None:
-        memory = program.memory_analysis()
-        assert memory is not None
+        memory = memory_of(program)
         temporary, aliased = memory.temp_size_in_bytes, memory.alias_size_in_bytes
         print(label, temporary, bound, aliased, num_bytes(donated), flush=True)
 
@@ -450,18 +446,11 @@ def print_tiers() -> None:
         spec, pool, stores = under_policy(case, config)
         replayed = (with_replay(stores[0], config), *stores[1:])
         for way, rows in (("routed", stores), ("replayed", replayed)):
-            program = compiled_decode(config, (spec, pool, rows))
-            memory = program.memory_analysis()
-            assert memory is not None
-            launches = num_launches(program.as_text())
-            print(f"{name}_{way}", memory.temp_size_in_bytes, launches, flush=True)
+            print_step(f"{name}_{way}", compiled_decode(config, (spec, pool, rows)))
     config = with_layers(CONFIGS["Qwen3-30B-A3B"], LAYERS)
     alone = under_no_policy(config, 13, 0)
     for name, cached in (("alone", alone), ("beside_the_host", with_jobs(alone, config))):
-        program = compiled_decode(config, cached)
-        memory = program.memory_analysis()
-        assert memory is not None
-        print(name, memory.temp_size_in_bytes, num_launches(program.as_text()), flush=True)
+        print_step(name, compiled_decode(config, cached))
 
 
 def print_terms() -> None:
@@ -472,8 +461,7 @@ def print_terms() -> None:
     spec = dataclasses.replace(spec, is_complete=False)
     store = dataclasses.replace(store, terms=terms)
     cached = CacheSpec(None, ("stored",), (spec,)), ExpertCache((pool,), (), None), (store,)
-    memory = compiled_prefill(config, cached, True, CONTEXT).memory_analysis()
-    assert memory is not None
+    memory = memory_of(compiled_prefill(config, cached, True, CONTEXT))
     run = RunSizes(
         config=config, weights_nbytes={}, batch=1, context=CONTEXT, chunk=CONTEXT, platform="gpu",
         stores_scores=False, copies_cache=False,
@@ -487,14 +475,10 @@ def print_pages() -> None:
     config = with_layers(CONFIGS["Qwen3-30B-A3B"], 2)
     paged = Pages(8 * Pages(0).of(CONTEXT))
     for name, pages in (("one_piece", None), ("pages", paged)):
-        program = compiled_resident(config, 8, pages)
-        memory = program.memory_analysis()
-        assert memory is not None
-        print(name, memory.temp_size_in_bytes, num_launches(program.as_text()), flush=True)
+        print_step(name, compiled_resident(config, 8, pages))
     for batch in (8, 64):
         pages = Pages(batch * Pages(0).of(CONTEXT))
-        memory = compiled_chunk(config, batch, pages).memory_analysis()
-        assert memory is not None
+        memory = memory_of(compiled_chunk(config, batch, pages))
         cache = num_bytes(decode_operands(config, batch, pages)[0].cache)
         aliased = memory.alias_size_in_bytes
         print(f"chunk_{batch}", memory.temp_size_in_bytes, aliased, cache, flush=True)
@@ -502,12 +486,10 @@ def print_pages() -> None:
 
 def print_resident(shape: str, layers: int, batch: int) -> None:
     program = compiled_resident(with_layers(CONFIGS[shape], layers), batch)
-    memory = program.memory_analysis()
-    assert memory is not None
     print(
         f"{shape}, {layers} layers, batch {batch}: "
         f"{num_launches(program.as_text())} launches a step, "
-        f"{memory.temp_size_in_bytes / 1e6:.1f} MB of temporary memory"
+        f"{memory_of(program).temp_size_in_bytes / 1e6:.1f} MB of temporary memory"
     )
 
 

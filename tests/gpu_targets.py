@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -94,6 +94,16 @@ def pretended(target: Target) -> Iterator[None]:
         stacked.norm_of_sum,
     ):  # fmt: skip
         jitted.clear_cache()
+
+
+def devices_of(gpu: Gpu, count: int = 1) -> Sequence[jax.Device]:
+    """GPUs of one process, which are not there; needs JAX's CUDA plugin."""
+    from jax.experimental import topologies
+
+    topology = f"1x1x{count}"
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name=topology, topology=topology, target_config=gpu.description
+    ).devices
 
 
 class Program(NamedTuple):

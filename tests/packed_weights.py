@@ -168,6 +168,6 @@ def values_of(weight: Weight) -> np.ndarray:
     return np.asarray(values).astype(np.float32)
 
 
-def num_bytes(weight: Weight) -> int:
-    """Bytes of every array in it."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
+def num_bytes(tree: Any) -> int:
+    """Bytes of all arrays in a tree, or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

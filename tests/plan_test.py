@@ -28,6 +28,7 @@ from moejax.weights.qtensor import CodesKind
 from tests import commands, model_kinds, slow
 from tests import quantized_stores as stores
 from tests.folder_case import FolderTestCase
+from tests.packed_weights import num_bytes
 from tests.random_checkpoints import TINY, write_random_checkpoint
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -220,10 +221,10 @@ class ContractTest(PlanCase):
         (memory,) = engine._runner.memory.tiers
         pool, store = memory.pool, memory.store
         size = planned.pop("expert slots") + planned.pop("transient slots")
-        self.assertEqual(_nbytes(pool.banks), size)
-        tables = _nbytes((pool.residency, pool.counts, store.row_of))
+        self.assertEqual(num_bytes(pool.banks), size)
+        tables = num_bytes((pool.residency, pool.counts, store.row_of))
         self.assertEqual(planned.pop("residency tables"), tables)
-        rows = _nbytes((store.gate_up, store.down))
+        rows = num_bytes((store.gate_up, store.down))
         self.assertEqual(host, {"experts": rows})
         left = {"KV cache", "activations and workspace", "experts on their way in a step"}
         self.assertEqual(set(planned), left)
@@ -492,9 +493,5 @@ class MainTest(PlanCase):
             self.assertEqual(machine.this_machine("cpu"), MachineMemory(host_nbytes=5))
 
 
-def _nbytes(tree):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
 def _terms_nbytes(leaf):
-    return _nbytes(getattr(leaf, "compensators", ()))
+    return num_bytes(getattr(leaf, "compensators", ()))

@@ -41,7 +41,7 @@ from pallas_kernels.target import SIMULATED
 from scripts.studies.dymoe.controls import AsAsked
 from tests import commands, slow
 from tests.numpy_model import relative_error
-from tests.packed_weights import values_of
+from tests.packed_weights import num_bytes, values_of
 from tests.quantize_case import QuantizeTestCase, all_tensors
 from tests.random_checkpoints import TINY
 
@@ -421,7 +421,7 @@ class PlanesCheckpointTest(QuantizeTestCase):
         (logits, high, low, budget), (expected, copy, copied_low, of_copies) = found.values()
         np.testing.assert_array_equal(logits, expected)
         for tier, of in ((high, copy), (low, copied_low)):
-            self.assertEqual(nbytes_of(tier.store.terms) > 0, bool(how))
+            self.assertEqual(num_bytes(tier.store.terms) > 0, bool(how))
             jax.tree.map(np.testing.assert_array_equal, tier.store.terms, of.store.terms)
         self.assertEqual([high.spec.refines, low.spec.refines, copy.spec.refines], [2, 0, 0])
         for event in ("needed", "hits", "misses"):
@@ -495,13 +495,9 @@ def check_bytes(test, budget, name, tier):
     parts = ("expert slots", "transient slots", "residency tables")
     planned = sum(budget.device.get(f"{part}, {name}", 0) for part in parts)
     pool = (tier.pool.banks, tier.pool.residency, tier.pool.counts, tier.pool.used)
-    test.assertEqual(planned, nbytes_of(pool) + nbytes_of(tier.store.row_of), name)
-    rows = nbytes_of((tier.store.gate_up, tier.store.down))
+    test.assertEqual(planned, num_bytes(pool) + num_bytes(tier.store.row_of), name)
+    rows = num_bytes((tier.store.gate_up, tier.store.down))
     test.assertEqual(budget.host[f"experts, {name}"], rows)
-
-
-def nbytes_of(tree):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def all_tensors_at(path):

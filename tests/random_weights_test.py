@@ -87,8 +87,7 @@ class WeightsTest(HostTestCase):
             for term in terms:
                 self.assertEqual(term.v.shape[0], term.start.size * term.max_rank)
         terms = jax.tree.leaves([weights[name].compensators for name in EXPERT_LEAVES])
-        nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in terms)
-        self.assertEqual(nbytes, expert_terms_nbytes(CONFIG, self.RANKS))
+        self.assertEqual(num_bytes(terms), expert_terms_nbytes(CONFIG, self.RANKS))
 
     def test_compensators_have_no_output_in_common(self):
         """One that all inputs share would send all tokens to the same experts."""

@@ -266,23 +266,6 @@ class RefusalTest(HostTestCase):
 class DeviceContractTest(on_device(CONTRACT), UnusualRows):
     """The kernel compiled."""
 
-    @parameterized.parameters(sorted(SHAPES))
-    def test_is_within_a_millionth_of_the_reference(self, name):
-        shape = SHAPES[name]
-        logits = random_logits(shape, seed=3)
-        with jax.default_device(jax.devices("cpu")[0]):
-            expected = in_plain_jnp(logits, shape)
-        found = on_gpu(logits, shape)
-        # Where logits are far apart a float32 exponential is only as good as its argument is: each
-        # of the two may be off by what the contract allows.
-        _, share = expected_and_share(logits)
-        allowed = np.maximum(1e-6, 2 * share)
-        of_chosen = np.take_along_axis(allowed, np.asarray(expected[2]), axis=1)
-        of_weights = of_chosen.max(axis=1, keepdims=True) + of_chosen
-        for got, wanted, most in zip(found, expected, (allowed, of_weights), strict=False):
-            off = np.abs(np.asarray(got, np.float64) - np.asarray(wanted, np.float64))
-            self.assertTrue((off <= most * np.asarray(wanted) + 1e-37).all(), off.max())
-
     @parameterized.parameters(Shape(7, 16, 5), Shape(7, 13, 3), Shape(7, 128, 8), Shape(7, 8, 2))
     def test_rows_without_a_value(self, *shape):
         self.check_unusual_rows(on_gpu, Shape(*shape))
