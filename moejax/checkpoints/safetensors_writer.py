@@ -16,26 +16,33 @@ from moejax.files.whole import ROOM, WrittenFile, write_whole
 
 # A header's length is a multiple of this, so that the data that follow are aligned.
 _ALIGNMENT_BYTES = 8
+_CODES = DTYPE_CODES | {np.dtype(np.uint16): "U16"}  # of traces
 
 Tensor = np.ndarray | StoredTensor
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], mend: str = ROOM) -> WrittenFile:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], mend: str = ROOM,
+    metadata: Mapping[str, str] | None = None,
+) -> WrittenFile:  # fmt: skip
     """Writes a safetensors file, which appears at `path` only when it is whole.
 
     Args:
       tensors: arrays, or tensors of another file, which are copied as they are stored.
       mend: what to do where the disk is full (MoejaxError).
+      metadata: what the header says; None: a checkpoint's, with its tensors' checksums.
     """
     # Wide types first, so that every tensor is aligned, as the library has them.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    checksums = {name: checksum(_pieces(tensor)) for name, tensor in tensors.items()}
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **checksum_fields(checksums)}}
+    if metadata is None:
+        checksums = {name: checksum(_pieces(tensor)) for name, tensor in tensors.items()}
+        metadata = {"format": "pt", **checksum_fields(checksums)}
+    header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + _num_bytes(tensor)
         header[name] = {
-            "dtype": DTYPE_CODES[tensor.dtype],
+            "dtype": _CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

@@ -32,11 +32,12 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import safetensors.numpy
+import safetensors
 
+from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
 from moejax.files.checksums import checksum
-from moejax.files.whole import check_output, write_whole
+from moejax.files.whole import check_output
 
 FORMAT, VERSION = "moejax-trace", "2"
 WITHOUT_CHECKSUM = "1"  # a version that is read still
@@ -250,8 +251,8 @@ class TraceWriter:
         tensors = {name: np.concatenate(self._rows.pop(name)) for name in list(self._rows)}
         facts = {"format": FORMAT, "version": VERSION, "num_experts": str(self.num_experts)}
         facts = {**self.facts, **facts}
-        content = safetensors.numpy.save(tensors, {**facts, "checksum": _seal(facts, tensors)})
-        write_whole(self.path, content)
+        sealed = {**facts, "checksum": _seal(facts, tensors)}
+        write_safetensors(self.path, tensors, metadata=sealed)
 
     def __enter__(self) -> Self:
         return self
