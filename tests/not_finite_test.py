@@ -17,7 +17,7 @@ import torch
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
-from moejax.checkpoints.safetensors_reader import in_range, stored_tensors
+from moejax.checkpoints.safetensors_reader import check_range, in_range, stored_tensors
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
 from moejax.inference.steps import _names_a_token
@@ -80,6 +80,21 @@ class LoadTest(FolderTestCase):
                 Engine.from_pretrained(self.folder, platform="cpu", progress=False, **how)
 
     @pytest.mark.slow
+    def test_a_place_is_said_of_whole_tensors_alone(self):
+        values = np.zeros((8, 6), np.float32)
+        values[7, 4] = np.inf
+        path = self.folder / "model.safetensors"
+        safetensors.numpy.save_file({"a": values}, path)
+        [tensor] = stored_tensors(self.folder).values()
+        with self.assertRaisesRegex(MoejaxError, r"a holds inf at \[7, 4\]; with"):
+            check_range(tensor, values)
+        for of, own in (
+            (tensor.part(4, (4, 6)), values[4:]),
+            (tensor.columns(3, 6), values[:, 3:]),
+        ):
+            with self.assertRaisesRegex(MoejaxError, "a holds inf; with"):
+                check_range(of, own)
+
     def test_experts_of_the_disk_are_refused_when_they_are_read(self):
         self.put("model.layers.1.mlp.experts.7.down_proj.weight", np.nan)
         limits = Limits(slots=2, transient=2, host_gib=15 * 6144 / 2**30)

@@ -75,6 +75,7 @@ class StoredTensor:
     dtype: np.dtype
     checksum: int | None = None  # by the file's metadata; see `moejax.files.checksums`
     row_bytes: int = 0  # from the start of a row to that of the next; 0: rows have no gaps
+    is_slice: bool = False  # a part, or columns, of the tensor of that name
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +86,7 @@ class StoredTensor:
         """Returns the part from index `start` of the first axis on, without a checksum."""
         skipped = start * math.prod(self.shape[1:]) * self.dtype.itemsize
         offset = self.offset + skipped
-        return dataclasses.replace(self, shape=shape, offset=offset, checksum=None)
+        return dataclasses.replace(self, shape=shape, offset=offset, checksum=None, is_slice=True)
 
     def columns(self, start: int, stop: int) -> "StoredTensor":
         """Returns some columns of the matrix, without a checksum."""
@@ -93,7 +94,7 @@ class StoredTensor:
         size = self.dtype.itemsize
         return dataclasses.replace(
             self, shape=(num_rows, stop - start), offset=self.offset + start * size, checksum=None,
-            row_bytes=num_columns * size,
+            row_bytes=num_columns * size, is_slice=True,
         )  # fmt: skip
 
     def verify(self, content: np.ndarray) -> None:
@@ -341,15 +342,16 @@ def read_matrix(
 def check_range(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
     """Raises OutOfRangeError for a weight, but for `_without_masks`, that is NaN, infinite or huge.
 
-    The error names the first. `values` are numbers `first`.. of the tensor's.
+    The error names the first, with its place unless the tensor is a slice of another. `values` are
+    numbers `first`.. of the tensor's.
     """
     wrong = _first_out_of_range(tensor.name, values)
     if wrong is not None:
         place = ", ".join(map(str, np.unravel_index(first + wrong, tensor.shape)))
+        said = f"{values.reshape(-1)[wrong]!s}{'' if tensor.is_slice else f' at [{place}]'}"
         raise OutOfRangeError(
-            f"{tensor.path}: {tensor.name} holds {values.reshape(-1)[wrong]!s} at [{place}]; with "
-            "NaN, infinite or huge values (2^63 or more) nothing can be computed; download it "
-            "again, or convert it anew"
+            f"{tensor.path}: {tensor.name} holds {said}; with NaN, infinite or huge values (2^63 "
+            "or more) nothing can be computed; download it again, or convert it anew"
         )
 
 

@@ -16,7 +16,7 @@ from moejax.files.whole import ROOM, WrittenFile, write_whole
 
 # A header's length is a multiple of this, so that the data that follow are aligned.
 _ALIGNMENT_BYTES = 8
-_CODES = DTYPE_CODES | {np.dtype(np.uint16): "U16"}  # of traces
+_TRACE_CODES = DTYPE_CODES | {np.dtype(np.uint16): "U16"}
 
 Tensor = np.ndarray | StoredTensor
 
@@ -30,10 +30,11 @@ def write_safetensors(
     Args:
       tensors: arrays, or tensors of another file, which are copied as they are stored.
       mend: what to do where the disk is full (MoejaxError).
-      metadata: what the header says; None: a checkpoint's, with its tensors' checksums.
+      metadata: what the header says of a trace; None: a checkpoint's, with its tensors' checksums.
     """
     # Wide types first, so that every tensor is aligned, as the library has them.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    codes = DTYPE_CODES if metadata is None else _TRACE_CODES
     if metadata is None:
         checksums = {name: checksum(_pieces(tensor)) for name, tensor in tensors.items()}
         metadata = {"format": "pt", **checksum_fields(checksums)}
@@ -42,7 +43,7 @@ def write_safetensors(
     for name, tensor in tensors.items():
         begin, end = end, end + _num_bytes(tensor)
         header[name] = {
-            "dtype": _CODES[tensor.dtype],
+            "dtype": codes[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

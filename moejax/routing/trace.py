@@ -34,7 +34,6 @@ from typing import Self
 import numpy as np
 import safetensors
 
-from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
 from moejax.files.checksums import checksum
 from moejax.files.whole import check_output
@@ -217,7 +216,9 @@ class TraceWriter:
     def __init__(self, path: Path, num_experts: int, facts: Mapping[str, str] | None = None):
         """Begins a trace at a path that `check_place` allows."""
         check_place(path)
-        self.path, self.num_experts, self.facts = path, num_experts, dict(facts or {})
+        # A path among them may have bytes that are no text.
+        known = {name: of.encode("utf-8", "replace").decode() for name, of in (facts or {}).items()}
+        self.path, self.num_experts, self.facts = path, num_experts, known
         self._rows: dict[str, list[np.ndarray]] = {}
 
     def append(self, **rows: np.ndarray) -> None:
@@ -230,7 +231,7 @@ class TraceWriter:
         dtypes = _DTYPES | dict.fromkeys(("ids", "predicted_ids"), ids)
         if missing := [name for name in REQUIRED if name not in rows]:
             raise ValueError(f"rows without {', '.join(missing)}")
-        arrays = {name: np.ascontiguousarray(a, dtypes[name]) for name, a in rows.items()}
+        arrays = {name: np.array(a, dtypes[name], order="C") for name, a in rows.items()}
         if len({len(array) for array in arrays.values()}) != 1:
             raise ValueError(f"rows of different numbers: { {n: len(a) for n, a in rows.items()} }")
         shapes = {name: array.shape[1:] for name, array in arrays.items()}
@@ -252,6 +253,8 @@ class TraceWriter:
         facts = {"format": FORMAT, "version": VERSION, "num_experts": str(self.num_experts)}
         facts = {**self.facts, **facts}
         sealed = {**facts, "checksum": _seal(facts, tensors)}
+        from moejax.checkpoints.safetensors_writer import write_safetensors  # which loads JAX
+
         write_safetensors(self.path, tensors, metadata=sealed)
 
     def __enter__(self) -> Self:

@@ -114,7 +114,8 @@ def _wait(process: "subprocess.Popen[str]", port: int, place: Place, prompts: Pr
             raise OutOfTimeError
         if time.monotonic() > until:
             raise NotRunError(f"was not ready after {place.each_s:.0f} s")
-        with contextlib.suppress(OSError, http.client.HTTPException, LookupError, NotReadyError):
+        errors = OSError, http.client.HTTPException, LookupError, NotReadyError
+        with contextlib.suppress(*errors, json.JSONDecodeError):
             model = str(json.loads(_exchange(port, "/v1/models")[1])["data"][0]["id"])
             ask(port, model, prompts(0), prompts.tokens, 4)
             return model
