@@ -108,6 +108,7 @@ IN_PICTURE = {
 }
 _S1 = "all in INT3 milo, Dense-25% + Kurtosis-8, INT3 factors"
 ALL = "mean of the tasks"
+DEFAULT = "default"  # text of calibration: the one that ships
 BATCH = 16  # documents at once; one under a policy that decides, as `moejax.lm_eval` reads them
 
 
@@ -222,14 +223,15 @@ def batch_of(method: str) -> int:
     return BATCH if METHODS[method][:1] in ((), (_RESIDENT,)) else 1
 
 
-def checkpoint_of(method: str, checkpoint: str) -> str:
-    """The checkpoint that a method reads, beside the model's where it has its own."""
+def checkpoint_of(method: str, checkpoint: str, text: str = DEFAULT) -> str:
+    """The checkpoint that a method reads, beside the model's where it has its own by that text."""
     checkpoint = checkpoint.rstrip("/")
-    said = "".join(c if c.isalnum() else "-" for c in method)  # a list of arguments has commas
+    name = method if text == DEFAULT else f"{method} {Path(text).stem}"
+    said = "".join(c if c.isalnum() else "-" for c in name)  # a list of arguments has commas
     return f"{checkpoint}-{said}" if method in QUANTIZED else checkpoint
 
 
-def arguments_of(method: str, checkpoint: str) -> str:
+def arguments_of(method: str, checkpoint: str, text: str = DEFAULT) -> str:
     """Model arguments of lm_eval."""
-    read = checkpoint_of(method, checkpoint)
+    read = checkpoint_of(method, checkpoint, text)
     return ",".join([f"pretrained={read}", "dtype=float32", *METHODS[method]])

@@ -23,6 +23,7 @@ from scripts.studies.measuring import MORE, Report
 from scripts.studies.quality.cases import describe, rows_of, standard_error
 from scripts.studies.quality.task_cases import (
     CLAIMS,
+    DEFAULT,
     METHODS,
     QUANTIZED,
     TASKS,
@@ -40,7 +41,7 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model of 16 experts a
 _LABEL = flags.DEFINE_string("label", "demo", "name of the model in rows")
 _DATA = flags.DEFINE_string("data", "", "folder of the tasks' files, as `moejax.lm_eval` has it")
 _CALIBRATION = flags.DEFINE_string(
-    "calibration", "default", "text of quantizers that need one: a file, or the one that ships"
+    "calibration", DEFAULT, "text of quantizers that need one: a file, or the one that ships"
 )
 _WORK_DIR = flags.DEFINE_string("work_dir", "", "folder of the runs' own output")
 _TASKS = flags.DEFINE_list("tasks", list(TASKS), "tasks with the metric acc_norm")
@@ -59,7 +60,7 @@ def score(method: str) -> dict[str, Scored] | str:
         old.unlink()
     command = [
         sys.executable, "-m", "moejax.lm_eval", "--model", "moejax",
-        "--model_args", arguments_of(method, _CHECKPOINT.value),
+        "--model_args", arguments_of(method, _CHECKPOINT.value, _CALIBRATION.value),
         "--tasks", ",".join(_TASKS.value), "--data", _DATA.value,
         "--limit", str(_DOCUMENTS.value), "--output_path", str(folder), "--log_samples",
         "--batch_size", str(batch_of(method)),
@@ -105,7 +106,8 @@ def _measure(output: Path) -> bool:
                 **{"standard error": standard_error(scored.right.astype(float)),
                    "acc": scored.plain, "documents": len(scored.right),
                    "right": packed(scored.right), "batch": batch_of(method),
-                   "model arguments": arguments_of(method, Path(_CHECKPOINT.value).name)},
+                   "model arguments": arguments_of(
+                       method, Path(_CHECKPOINT.value).name, _CALIBRATION.value)},
             )  # fmt: skip
     return is_whole
 
@@ -115,7 +117,7 @@ def _prepare(method: str) -> bool:
     checkpoint = _CHECKPOINT.value
     made, command = Path(checkpoint) / PROFILE, ["moejax.profile_experts"]
     if method in QUANTIZED:
-        output = checkpoint_of(method, checkpoint)
+        output = checkpoint_of(method, checkpoint, _CALIBRATION.value)
         made, command = Path(output) / "config.json", ["moejax.quantize"]
         chosen = f"output={output}", f"calibration={_CALIBRATION.value}", *QUANTIZED[method]
         command += [f"--config.{flag}" for flag in chosen]
